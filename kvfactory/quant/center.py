@@ -1,0 +1,89 @@
+"""``center``: a static mean per channel is removed before coding and added back after decoding.
+
+Formats that share one scale among channels lose the small channels of a row with a few constant
+large ones; the mean of a channel carries no information and need not be coded at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfactory.errors import Problem
+from kvfactory.quant.codec import Codec, Constant, Logical, Options, Plane
+from kvfactory.quant.numerics import load, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CENTERED_ROLES = frozenset({"k", "v"})
+
+
+class CenterOptions(Options):
+    """``center``: remove a calibrated mean per (head, channel) of k and v before coding."""
+
+    center: bool = False
+
+
+@dataclass(frozen=True)
+class Centered:
+    """``codec`` applied to x - center; ``center`` is a constant, float32 [head, dim], default 0."""
+
+    codec: Codec
+
+    @property
+    def name(self) -> str:
+        """The name of the scheme that codes the remainder."""
+        return self.codec.name
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """Those of the codec itself; center serves k and v only."""
+        found = self.codec.problems(tensor, path)
+        if tensor.role in CENTERED_ROLES:
+            return found
+        need = (
+            "center only for k and v: softmax cancels a constant K, a selection or state does not"
+        )
+        refusal = Problem(path, f"center for role {tensor.role}", need, f"{path}={self.name}")
+        return (*found, refusal)
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """Those of the codec."""
+        return self.codec.planes(tensor)
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """Those of the codec and ``center`` [head, dim]."""
+        return (*self.codec.constants(tensor), Constant("center", tensor.axes, 0.0))
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Planes of x - center, subtracted in float32."""
+        return self.codec.encode(tensor, load(tensor, x) - constants["center"], constants)
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """The decoded remainder plus center, added in float32 before the cast to ``dtype``."""
+        remainder = self.codec.decode(tensor, planes, constants, "float32")
+        return (remainder + constants["center"]).to(torch_dtype(dtype))
+
+
+def centered(codec: Codec, options: Options) -> Codec:
+    """``codec``, wrapped when ``options`` ask for a center."""
+    assert isinstance(options, CenterOptions)
+    return Centered(codec) if options.center else codec
+
+
+def maker(codec: Codec) -> Callable[[Options], Codec]:
+    """The ``make`` of a scheme whose only option is ``center``."""
+
+    def make(options: Options) -> Codec:
+        return centered(codec, options)
+
+    return make

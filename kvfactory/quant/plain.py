@@ -1,0 +1,63 @@
+"""``plain``: the tensor in its own type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfactory.errors import Problem
+from kvfactory.quant.center import CenterOptions, maker
+from kvfactory.quant.codec import Constant, Logical, Plane, Scheme
+from kvfactory.quant.numerics import check_shape, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A cast to the tensor's type and nothing else: NaN and infinities are stored as they are."""
+
+    name: str = "plain"
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """None: any tensor can be stored as it is."""
+        return ()
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data`` with the tensor's own axes and type."""
+        return (Plane("data", tensor.dtype, tensor.axes),)
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """None."""
+        return ()
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """``x`` in the tensor's type; ``x`` itself when it has it already."""
+        check_shape(tensor, x)
+        return {"data": x.to(torch_dtype(tensor.dtype))}
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """The stored values in ``dtype``; the plane itself when it has it already."""
+        return planes["data"].to(torch_dtype(dtype))
+
+
+PLUGINS = (
+    Scheme(
+        name="plain",
+        summary="the tensor in its own type, unscaled",
+        source="IEEE 754 and bfloat16",
+        make=maker(Plain()),
+        options=CenterOptions,
+        relative_rms_error=0.00166,
+    ),
+)
