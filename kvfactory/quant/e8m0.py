@@ -1,0 +1,41 @@
+"""E8M0, the power-of-two scale of OCP Microscaling: byte e stands for 2^(e - 127), 255 for NaN.
+
+Conversions work on exponent and mantissa, never through a float logarithm, which is off by one
+near exact powers of two; torch's own cast to E8M0 rounds to nearest, not up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+E8M0 = "float8_e8m0fnu"
+BIAS = 127
+LARGEST = 254
+NAN = 255
+
+_MANTISSA_BITS = 23
+_TWO_TO_MINUS_127 = 0x00400000
+_FLOAT32_NAN = 0x7FC00000
+
+
+def round_up(x: Tensor) -> Tensor:
+    """The bytes (uint8) of ceil(log2 x) for positive float32 ``x``; 255 where ``x`` is NaN."""
+    import torch
+
+    mantissa, exponent = torch.frexp(x)
+    is_power = mantissa == 0.5
+    code = (exponent - is_power.int() + BIAS).clamp(0, LARGEST)
+    return code.masked_fill(x.isnan(), NAN).to(torch.uint8)
+
+
+def powers(codes: Tensor) -> Tensor:
+    """float32 2^(e - 127), exactly, of the bytes e (uint8); NaN for 255."""
+    import torch
+
+    exponent = codes.int()
+    bits = exponent << _MANTISSA_BITS
+    bits = bits.masked_fill(exponent == 0, _TWO_TO_MINUS_127)
+    return bits.masked_fill(exponent == NAN, _FLOAT32_NAN).view(torch.float32)

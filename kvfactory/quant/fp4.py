@@ -1,0 +1,151 @@
+"""Four-bit floats in blocks of 16: SGLang's power-of-two form, and NVFP4 with its two scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfactory.errors import Problem
+from kvfactory.quant import e2m1, e8m0
+from kvfactory.quant.center import CenterOptions, maker
+from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Plane, Scheme
+from kvfactory.quant.nibbles import pack, packed_plane, unpack
+from kvfactory.quant.numerics import (
+    E4M3,
+    E4M3_MAX,
+    amax,
+    block_problems,
+    blocks,
+    divide,
+    load,
+    resized,
+    to_fp8,
+    torch_dtype,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 16
+BLOCK16_SCALE_MIN = 1e-10
+NVFP4_MAX = e2m1.E2M1_MAX * E4M3_MAX
+"""Largest magnitude that NVFP4 holds with a global scale of 1: 6 x 448 = 2688."""
+
+
+@dataclass(frozen=True)
+class Fp4Block16:
+    """e = ceil(log2(max(amax / 6, 1e-10))); q = e2m1(x / 2^e), ties away from zero."""
+
+    name: str
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """Blocks must fill a row."""
+        return _problems(tensor, path, self.name)
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data``: two codes a byte; ``scale``: E8M0 per block."""
+        return (packed_plane(tensor), _scale_plane(tensor, e8m0.E8M0))
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """None."""
+        return ()
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Codes and scales; a block with a NaN has the scale byte 255 and codes 0."""
+        block = blocks(load(tensor, x), BLOCK)
+        target = divide(amax(block), e2m1.E2M1_MAX).clamp(min=BLOCK16_SCALE_MIN)
+        scale = e8m0.round_up(target)
+        codes = e2m1.round_away(block / e8m0.powers(scale).unsqueeze(-1))
+        return {"data": pack(codes.flatten(-2)), "scale": scale.view(torch_dtype(e8m0.E8M0))}
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """q * 2^e in float32, then ``dtype``."""
+        import torch
+
+        powers = e8m0.powers(planes["scale"].view(torch.uint8))
+        values = blocks(e2m1.values(unpack(planes["data"])), BLOCK) * powers.unsqueeze(-1)
+        return values.flatten(-2).to(torch_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class NvFp4:
+    """scale = e4m3(amax / 6 / g); q = e2m1(x / (scale g)), ties to even, 0 where scale is 0.
+
+    g is the constant ``global_scale``, float32 [], default 1; calibrated it is amax / 2688.
+    """
+
+    name: str
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """Blocks must fill a row."""
+        return _problems(tensor, path, self.name)
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data``: two codes a byte; ``scale``: E4M3 per block."""
+        return (packed_plane(tensor), _scale_plane(tensor, E4M3))
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """``global_scale``, one a layer."""
+        return (Constant("global_scale", (), 1.0),)
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Codes and scales; a block with a NaN has the scale byte 0x7F and codes 0."""
+        block = blocks(load(tensor, x), BLOCK)
+        global_scale = constants["global_scale"]
+        scale = to_fp8(divide(amax(block), e2m1.E2M1_MAX) / global_scale, E4M3)
+        step = (scale.float() * global_scale).unsqueeze(-1)
+        codes = e2m1.round_even(block / step).masked_fill(step == 0, 0)
+        return {"data": pack(codes.flatten(-2)), "scale": scale}
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """(q * scale) * g in float32, then ``dtype``."""
+        scale = planes["scale"].float().unsqueeze(-1)
+        values = blocks(e2m1.values(unpack(planes["data"])), BLOCK) * scale
+        return (values * constants["global_scale"]).flatten(-2).to(torch_dtype(dtype))
+
+
+def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:
+    return block_problems(tensor, path, BLOCK, f"{name} scales blocks of {BLOCK}", "fp8_e4m3")
+
+
+def _scale_plane(tensor: Logical, dtype: str) -> Plane:
+    return Plane("scale", dtype, resized(tensor.axes, "dim", tensor.extent("dim") // BLOCK))
+
+
+PLUGINS = (
+    Scheme(
+        name="fp4_block16",
+        summary="E2M1 with a power-of-two scale per 16 elements, ties away from zero",
+        source="SGLang's FP4 KV cache (KVFP4QuantizeUtil)",
+        make=maker(Fp4Block16("fp4_block16")),
+        options=CenterOptions,
+        roles=TOKEN_ROLES,
+        relative_rms_error=0.113,
+    ),
+    Scheme(
+        name="nvfp4",
+        summary="E2M1 with an E4M3 scale per 16 elements and a calibrated global scale",
+        source="Pretraining Large Language Models with NVFP4, arXiv 2509.25149",
+        make=maker(NvFp4("nvfp4")),
+        options=CenterOptions,
+        roles=TOKEN_ROLES,
+        relative_rms_error=0.095,
+    ),
+)

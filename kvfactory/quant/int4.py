@@ -1,0 +1,96 @@
+"""Four-bit integers with an asymmetric float16 scale and zero per group of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfactory.errors import Problem
+from kvfactory.quant.center import CenterOptions, maker
+from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Plane, Scheme
+from kvfactory.quant.nibbles import pack, packed_plane, unpack
+from kvfactory.quant.numerics import (
+    block_problems,
+    blocks,
+    canonical,
+    divide,
+    load,
+    nonzero,
+    resized,
+    torch_dtype,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOAT16_MAX = 65504.0
+INT4_LEVELS = 15.0
+
+
+@dataclass(frozen=True)
+class GroupInt4:
+    """scale = f16((max - min) / 15), zero = f16(min), q = rint((x - zero) / scale) in 0..15.
+
+    Inputs are clamped to +-65504 first; a scale of 0 becomes 1. Groups are ``group`` elements.
+    """
+
+    name: str
+    group: int
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """Groups must fill a row."""
+        reason = f"{self.name} scales groups of {self.group}"
+        return block_problems(tensor, path, self.group, reason, "int8_token_head")
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data``: two codes a byte; ``scale`` and ``zero``: float16 per group."""
+        axes = resized(tensor.axes, "dim", tensor.extent("dim") // self.group)
+        return (packed_plane(tensor), *(Plane(part, "float16", axes) for part in ("scale", "zero")))
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """None."""
+        return ()
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Codes, scales and zeros; a group with a NaN has both NaN and codes 0."""
+        import torch
+
+        groups = blocks(load(tensor, x).clamp(-FLOAT16_MAX, FLOAT16_MAX), self.group)
+        low, high = canonical(groups.amin(-1)), canonical(groups.amax(-1))
+        scale = nonzero(divide(high - low, INT4_LEVELS).half())
+        zero = low.half()
+        steps = (groups - zero.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
+        codes = steps.round().clamp(0, INT4_LEVELS).nan_to_num(nan=0.0).to(torch.uint8)
+        return {"data": pack(codes.flatten(-2)), "scale": scale, "zero": zero}
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """q * scale + zero in float32 without fusing the two, then ``dtype``."""
+        codes = blocks(unpack(planes["data"]), self.group).float()
+        scaled = codes * planes["scale"].float().unsqueeze(-1)
+        values = scaled + planes["zero"].float().unsqueeze(-1)
+        return values.flatten(-2).to(torch_dtype(dtype))
+
+
+def _scheme(group: int, relative_rms_error: float) -> Scheme:
+    name = f"int4_g{group}"
+    return Scheme(
+        name=name,
+        summary=f"asymmetric int4 with a float16 scale and zero per {group} elements",
+        source="KIVI's asymmetric round-to-nearest, arXiv 2402.02750, grouped along the head dim",
+        make=maker(GroupInt4(name, group)),
+        options=CenterOptions,
+        roles=TOKEN_ROLES,
+        relative_rms_error=relative_rms_error,
+    )
+
+
+PLUGINS = (_scheme(32, 0.078), _scheme(128, 0.100))

@@ -1,0 +1,151 @@
+"""Eight-bit integers with one symmetric scale per row: token heads, and recurrent state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfactory.errors import Problem
+from kvfactory.quant.center import CenterOptions, maker
+from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Options, Plane, Scheme
+from kvfactory.quant.numerics import (
+    INT8_MAX,
+    amax,
+    divide,
+    load,
+    nonzero,
+    to_int8,
+    torch_dtype,
+    without,
+)
+from kvfactory.quant.plain import Plain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATE_AMAX_MIN = 1e-8
+
+
+@dataclass(frozen=True)
+class RowInt8:
+    """scale = amax / 127 of a (token, head) row, 1 for a zero row; q = rint(x / scale)."""
+
+    name: str
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """None: a row of any length has one scale."""
+        return ()
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data``: int8 per element; ``scale``: float32 per row."""
+        scale = Plane("scale", "float32", without(tensor.axes, "dim"))
+        return (Plane("data", "int8", tensor.axes), scale)
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """None."""
+        return ()
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Codes in +-127, ties to even; a row with a NaN has the scale NaN and codes 0."""
+        x = load(tensor, x)
+        scale = nonzero(divide(amax(x), INT8_MAX))
+        return {"data": to_int8(x / scale.unsqueeze(-1)), "scale": scale}
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """q * scale in float32, then ``dtype``."""
+        values = planes["data"].float() * planes["scale"].unsqueeze(-1)
+        return values.to(torch_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class StateInt8:
+    """scale = max(amax, 1e-8) / 127 over the ``value`` axis of a recurrent state, in its own type.
+
+    A row is one (slot, head, key), wherever ``value`` stands among the axes. A tensor without that
+    axis, such as a convolution state, is stored by ``other``.
+    """
+
+    name: str
+    other: Plain
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """None: a row of any length has one scale."""
+        return ()
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data``: int8 per element; ``scale``: the state's type per row."""
+        if not _has_rows(tensor):
+            return self.other.planes(tensor)
+        scale = Plane("scale", tensor.dtype, without(tensor.axes, "value"))
+        return (Plane("data", "int8", tensor.axes), scale)
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """None."""
+        return ()
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Codes in +-127 of x / scale, after the scale is rounded to the state's type."""
+        if not _has_rows(tensor):
+            return self.other.encode(tensor, x, constants)
+        x, axis = load(tensor, x), _value_axis(tensor)
+        scale = divide(amax(x, axis).clamp(min=STATE_AMAX_MIN), INT8_MAX)
+        scale = scale.to(torch_dtype(tensor.dtype))
+        return {"data": to_int8(x / scale.float().unsqueeze(axis)), "scale": scale}
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """q * scale in float32, then ``dtype``."""
+        if not _has_rows(tensor):
+            return self.other.decode(tensor, planes, constants, dtype)
+        values = planes["data"].float() * planes["scale"].float().unsqueeze(_value_axis(tensor))
+        return values.to(torch_dtype(dtype))
+
+
+def _has_rows(tensor: Logical) -> bool:
+    return "value" in dict(tensor.axes)
+
+
+def _value_axis(tensor: Logical) -> int:
+    """Position of ``value`` counted from the end, as leading row dims are free."""
+    return [name for name, _ in tensor.axes].index("value") - len(tensor.axes)
+
+
+def _make_state(options: Options) -> StateInt8:
+    return StateInt8("state_int8", Plain())
+
+
+PLUGINS = (
+    Scheme(
+        name="int8_token_head",
+        summary="int8 with a float32 scale per token and head",
+        source="LLM.int8() row-wise absmax, arXiv 2208.07339; per-token-head scales of vLLM",
+        make=maker(RowInt8("int8_token_head")),
+        options=CenterOptions,
+        roles=TOKEN_ROLES,
+        relative_rms_error=0.0065,
+    ),
+    Scheme(
+        name="state_int8",
+        summary="int8 recurrent state with a scale per head and key; convolution state stays plain",
+        source="row-wise absmax, arXiv 2208.07339, over the value axis of a linear-attention state",
+        make=_make_state,
+        roles=frozenset({"state"}),
+        relative_rms_error=0.0065,
+    ),
+)

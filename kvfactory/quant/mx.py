@@ -1,0 +1,156 @@
+"""OCP Microscaling: blocks of 32 elements share a power-of-two scale.
+
+The scale exponent is rounded up, so that no element of a block saturates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfactory.errors import Problem
+from kvfactory.quant import e2m1, e8m0
+from kvfactory.quant.center import CenterOptions, maker
+from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Plane, Scheme
+from kvfactory.quant.nibbles import pack, packed_plane, unpack
+from kvfactory.quant.numerics import (
+    E4M3,
+    E4M3_MAX,
+    amax,
+    block_problems,
+    blocks,
+    divide,
+    load,
+    resized,
+    to_fp8,
+    torch_dtype,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 32
+AMAX_MIN = 1e-30
+
+
+@dataclass(frozen=True)
+class MxFp8:
+    """e = ceil(log2(max(amax, 1e-30) / 448)); q = e4m3(x / 2^e)."""
+
+    name: str
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """Blocks must fill a row."""
+        return _problems(tensor, path, self.name)
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data``: a byte per element; ``scale``: E8M0 per block."""
+        return (Plane("data", E4M3, tensor.axes), _scale_plane(tensor))
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """None."""
+        return ()
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Codes and scales; a block with a NaN has the scale byte 255."""
+        block, scale = _scaled(load(tensor, x), E4M3_MAX)
+        return {
+            "data": to_fp8(block, E4M3).flatten(-2),
+            "scale": scale.view(torch_dtype(e8m0.E8M0)),
+        }
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """q * 2^e in float32, then ``dtype``."""
+        return _unscaled(planes["data"].float(), planes["scale"]).to(torch_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class MxFp4:
+    """e = ceil(log2(max(amax, 1e-30) / 6)); q = e2m1(x / 2^e), ties to even, -0 keeps its sign."""
+
+    name: str
+
+    def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
+        """Blocks must fill a row."""
+        return _problems(tensor, path, self.name)
+
+    def planes(self, tensor: Logical) -> tuple[Plane, ...]:
+        """``data``: two codes a byte; ``scale``: E8M0 per block."""
+        return (packed_plane(tensor), _scale_plane(tensor))
+
+    def constants(self, tensor: Logical) -> tuple[Constant, ...]:
+        """None."""
+        return ()
+
+    def encode(
+        self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Codes and scales; a block with a NaN has the scale byte 255 and codes 0."""
+        block, scale = _scaled(load(tensor, x), e2m1.E2M1_MAX)
+        data = pack(e2m1.round_even(block).flatten(-2))
+        return {"data": data, "scale": scale.view(torch_dtype(e8m0.E8M0))}
+
+    def decode(
+        self,
+        tensor: Logical,
+        planes: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        dtype: str,
+    ) -> Tensor:
+        """q * 2^e in float32, then ``dtype``."""
+        codes = e2m1.values(unpack(planes["data"]))
+        return _unscaled(codes, planes["scale"]).to(torch_dtype(dtype))
+
+
+def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:
+    return block_problems(tensor, path, BLOCK, f"{name} scales blocks of {BLOCK}", "fp8_e4m3")
+
+
+def _scale_plane(tensor: Logical) -> Plane:
+    return Plane("scale", e8m0.E8M0, resized(tensor.axes, "dim", tensor.extent("dim") // BLOCK))
+
+
+def _scaled(x: Tensor, element_max: float) -> tuple[Tensor, Tensor]:
+    """x / 2^e [..., D / 32, 32] float32 and the bytes of e [..., D / 32] uint8."""
+    block = blocks(x, BLOCK)
+    scale = e8m0.round_up(divide(amax(block).clamp(min=AMAX_MIN), element_max))
+    return block / e8m0.powers(scale).unsqueeze(-1), scale
+
+
+def _unscaled(values: Tensor, scale: Tensor) -> Tensor:
+    """values * 2^e [..., D] float32 for E8M0 ``scale`` [..., D / 32]."""
+    import torch
+
+    powers = e8m0.powers(scale.view(torch.uint8))
+    return (blocks(values, BLOCK) * powers.unsqueeze(-1)).flatten(-2)
+
+
+PLUGINS = (
+    Scheme(
+        name="mxfp8",
+        summary="E4M3 with a power-of-two scale per 32 elements",
+        source="OCP Microscaling Formats (MX) Specification v1.0, scale exponent rounded up",
+        make=maker(MxFp8("mxfp8")),
+        options=CenterOptions,
+        roles=TOKEN_ROLES,
+        relative_rms_error=0.0265,
+    ),
+    Scheme(
+        name="mxfp4",
+        summary="E2M1 with a power-of-two scale per 32 elements",
+        source="OCP Microscaling Formats (MX) Specification v1.0, scale exponent rounded up",
+        make=maker(MxFp4("mxfp4")),
+        options=CenterOptions,
+        roles=TOKEN_ROLES,
+        relative_rms_error=0.115,
+    ),
+)
