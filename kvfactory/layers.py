@@ -1,0 +1,63 @@
+"""Sets of model layers, as a config writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvfactory.errors import Problem, SpecError
+
+_NEED = (
+    "'a-b' (both ends included), a slice 'start:stop:step', either with 'not ' before it, or a list"
+)
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
+
+
+def parse_layers(
+    layers: str | Sequence[int], num_layers: int, path: str = "layers"
+) -> tuple[int, ...]:
+    """The layers of a set, ascending: ``"0-35"``, ``"1::2"``, ``"not 5::6"`` or a list.
+
+    Negative numbers in slices and lists count from the end of the model; ``not`` takes all other
+    layers of the model. ``path`` is the config key of the set.
+
+    Raises:
+        SpecError: a malformed or empty set, a layer twice, or layers that the model lacks.
+    """
+    found = _from_text(layers, num_layers, path) if isinstance(layers, str) else list(layers)
+    positive = [layer + num_layers if layer < 0 else layer for layer in found]
+    beyond = [layer for layer, at in zip(found, positive, strict=True) if not 0 <= at < num_layers]
+    if beyond:
+        raise _wrong(path, f"layer {beyond[0]}", f"layers of a model of {num_layers} layers")
+    if not positive:
+        raise _wrong(path, f"{layers!r}, which holds no layer", "at least one layer")
+    if len(set(positive)) < len(positive):
+        twice = next(layer for layer in positive if positive.count(layer) > 1)
+        raise _wrong(path, f"layer {twice} twice", "each layer once")
+    return tuple(sorted(positive))
+
+
+def _from_text(text: str, num_layers: int, path: str) -> list[int]:
+    body = text.removeprefix("not ").strip()
+    found = _RANGE.fullmatch(body)
+    if found:
+        start, end = int(found[1]), int(found[2])
+        if start > end:
+            raise _wrong(path, repr(text), "a range that ascends", f"{path}={end}-{start}")
+        named = list(range(start, end + 1)) if end < num_layers else [start, end]
+    else:
+        cut = _SLICE.fullmatch(body)
+        if not cut or cut[3] == "0":
+            raise _wrong(path, repr(text), _NEED)
+        bounds = slice(*(int(part) if part else None for part in cut.groups()))
+        named = list(range(num_layers))[bounds]
+    if not text.startswith("not "):
+        return named
+    if named and named[-1] >= num_layers:
+        return named
+    return [layer for layer in range(num_layers) if layer not in named]
+
+
+def _wrong(path: str, got: str, need: str, fix: str = "") -> SpecError:
+    return SpecError(Problem(path, got, need, fix))
