@@ -1,0 +1,1 @@
+"""kvfactory: one declarative factory that composes a model's whole cache."""

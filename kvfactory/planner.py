@@ -1,0 +1,149 @@
+"""``plan``: a spec becomes a cache plan, every byte accounted for, before any memory exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from kvfactory.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
+from kvfactory.backends.contract import BACKENDS, Backend, refusals
+from kvfactory.cacheplan import Attention, CachePlan, Choice, GroupPlan, Workspace
+from kvfactory.errors import CapabilityError, Problem
+from kvfactory.grouping import Draft, Findings, draft_groups
+from kvfactory.memory import MEMORIES
+from kvfactory.sizing import draft_tables, sizes_for, solve
+from kvfactory.spec import Spec
+
+
+def plan(spec: Spec) -> CachePlan:
+    """The plan of ``spec`` for its device. Pure: no torch, no memory, no device is touched.
+
+    Raises:
+        SpecError: an unknown plugin or option.
+        PlanError: geometry, layout or quant that cannot be stored, or a budget below its floor.
+        CapabilityError: no backend serves a group; the problems are the reasons.
+    """
+    findings = Findings()
+    memory = _memory(spec, findings)
+    drafts = draft_groups(spec, findings)
+    tables = draft_tables(drafts, spec)
+    planner = _Planner(spec, drafts, tables, {})
+    first = sizes_for(1, [table.key for table in tables], spec)
+    choices = _choose(planner.lay(first).groups, spec)
+    planner = _Planner(spec, drafts, tables, choices)
+    sizes, binding = solve(tables, spec, planner.count)
+    laid = replace(planner.lay(sizes), memory=memory, binding=binding, notes=tuple(findings.notes))
+    _confirm(laid)
+    return laid
+
+
+class _Planner:
+    """Assembles the arena for given sizes; the one place where bytes are counted."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        drafts: Sequence[Draft],
+        tables: Sequence[TableDraft],
+        choices: Mapping[str, Choice],
+    ) -> None:
+        self.spec, self.drafts, self.tables, self.choices = spec, drafts, tables, choices
+        self.names = {table.key: table.name for table in tables}
+
+    def count(self, sizes: Sizes) -> int:
+        return self.lay(sizes).bytes
+
+    def lay(self, sizes: Sizes) -> CachePlan:
+        align = self.spec.kv.align_bytes
+        arena = Arena(align)
+        groups = lay_groups(arena, self.drafts, self.names, sizes, align)
+        groups = tuple(replace(g, choice=self.choices.get(g.name)) for g in groups)
+        pages, states = lay_tables(arena, self.tables, sizes)
+        fields, step_bytes = lay_steps(arena, self.tables, sizes.limits)
+        workspaces = self._workspaces(arena, groups, sizes)
+        return CachePlan(
+            spec=self.spec,
+            groups=groups,
+            tables=pages,
+            states=states,
+            fields=fields,
+            step_bytes=step_bytes,
+            workspaces=workspaces,
+            limits=sizes.limits,
+            memory="",
+            rows=tuple(arena.rows),
+            binding="",
+            notes=(),
+        )
+
+    def _workspaces(
+        self, arena: Arena, groups: Sequence[GroupPlan], sizes: Sizes
+    ) -> tuple[Workspace, ...]:
+        found = []
+        for name in dict.fromkeys(group.choice.backend for group in groups if group.choice):
+            served = tuple(g for g in groups if g.choice and g.choice.backend == name)
+            backend = BACKENDS.get(name, "backend.name")
+            wanted = backend.workspace(served, sizes.limits, self.spec.device)
+            for use, num_bytes in wanted.items():
+                offset = arena.take(name, f"workspace {use}", num_bytes)
+                found.append(Workspace(name, use, offset, num_bytes))
+        return tuple(found)
+
+
+def _memory(spec: Spec, findings: Findings) -> str:
+    """The memory plugin's name, ``auto`` resolved to the device's own."""
+    device = spec.device
+    if device.type == "auto":
+        need = "a resolved device: device=cpu, device=h200, or compose(), which looks"
+        findings.problems.append(Problem("device.type", "auto", need, "device=cpu"))
+        return ""
+    name = spec.memory.name if spec.memory.name != "auto" else device.type
+    memory = MEMORIES.get(name, "memory.name")
+    if device.type not in memory.device_types:
+        need = f"memory for a device of type {device.type}"
+        findings.problems.append(Problem("memory.name", repr(name), need, "memory=auto"))
+    return name
+
+
+# ---- backends ------------------------------------------------------------------------------
+
+
+def _choose(groups: Sequence[GroupPlan], spec: Spec) -> dict[str, Choice]:
+    """The backend of every attention group, the highest rank first under ``auto``."""
+    asked = spec.backend.name
+    names = BACKENDS.names() if asked == "auto" else (asked,)
+    ranked = sorted((BACKENDS.get(name, "backend.name") for name in names), key=lambda b: -b.rank)
+    wrong: list[Problem] = []
+    chosen: dict[str, Choice] = {}
+    for group in groups:
+        if isinstance(group.work, Attention):
+            choice = _first_fit(group, ranked, spec)
+            if choice.backend:
+                chosen[group.name] = choice
+            else:
+                wrong += [problem for _, found in choice.passed_over for problem in found]
+    if wrong:
+        raise CapabilityError(*dict.fromkeys(wrong))
+    return chosen
+
+
+def _first_fit(group: GroupPlan, ranked: Sequence[Backend], spec: Spec) -> Choice:
+    passed: list[tuple[str, tuple[Problem, ...]]] = []
+    for backend in ranked:
+        found = refusals(backend.name, backend.needs(spec.device), group, spec)
+        if not found:
+            return Choice(backend.name, tuple(passed))
+        passed.append((backend.name, found))
+    return Choice("", tuple(passed))
+
+
+def _confirm(laid: CachePlan) -> None:
+    """Strides may grow with the pages: what was chosen must still serve at full size."""
+    wrong: list[Problem] = []
+    for group in laid.groups:
+        if group.choice:
+            backend = BACKENDS.get(group.choice.backend, "backend.name")
+            needs = backend.needs(laid.spec.device)
+            wrong += refusals(backend.name, needs, group, laid.spec)
+    if wrong:
+        raise CapabilityError(*wrong)

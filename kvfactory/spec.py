@@ -1,0 +1,381 @@
+"""What the user said: the one schema of a configuration, frozen and strict.
+
+YAML and overrides arrive as a plain dict; ``Spec.parse`` validates it and reports every problem
+at once. Rules that need plugins or span several groups belong to the planner.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from kvfactory.errors import SpecError
+from kvfactory.problems import from_validation
+
+Positive = Annotated[int, Field(ge=1, le=2**40)]
+NonNegative = Annotated[int, Field(ge=0, le=2**40)]
+PowerOfTwo = Annotated[int, Field(ge=1, le=2**30)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.+-]*$")]
+FloatType = Literal["bfloat16", "float16", "float32"]
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _bytes(value: object) -> object:
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)", value)
+        if not found:
+            raise ValueError(
+                "bytes as an integer, or a number with KiB, MiB, GiB or TiB such as '64GiB'"
+            )
+        return int(float(found[1]) * _UNITS[found[2]])
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=2**60)]
+
+
+class Frozen(BaseModel):
+    """Base of every part: immutable, strict types, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+# ---- plugins by name -----------------------------------------------------------------------
+
+
+class Plugin(Frozen):
+    """A plugin by name, with options that the plugin itself validates."""
+
+    name: Name
+    options: dict[str, Any] = {}
+
+
+def _named(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+PluginRef = Annotated[Plugin, BeforeValidator(_named)]
+
+
+class LayoutFamilies(Frozen):
+    """One pattern or catalog name per plane family; v and scale default to k's."""
+
+    k: str
+    v: str | None = None
+    scale: str | None = None
+
+
+def _families(value: object) -> object:
+    return {"k": value} if isinstance(value, str) else value
+
+
+LayoutRef = Annotated[LayoutFamilies, BeforeValidator(_families)]
+
+
+class Layouts(Frozen):
+    """A layout per granularity of pool."""
+
+    tokens: LayoutRef | None = None
+    index: LayoutRef | None = None
+    state: LayoutRef | None = None
+
+
+def _layouts(value: object) -> object:
+    if isinstance(value, str) or (isinstance(value, Mapping) and "k" in value):
+        return {"tokens": value, "index": value}
+    return value
+
+
+LayoutPolicy = Annotated[Layouts, BeforeValidator(_layouts)]
+
+
+class Quants(Frozen):
+    """A number format per role. ``every`` (from ``kv.quant=NAME``) sets all roles it fits."""
+
+    k: PluginRef | None = None
+    v: PluginRef | None = None
+    latent: PluginRef | None = None
+    rope: PluginRef | None = None
+    index_k: PluginRef | None = None
+    index_v: PluginRef | None = None
+    state: PluginRef | None = None
+    every: PluginRef | None = None
+
+
+def _quants(value: object) -> object:
+    if isinstance(value, str) or (isinstance(value, Mapping) and "name" in value):
+        return {"every": value}
+    return value
+
+
+QuantPolicy = Annotated[Quants, BeforeValidator(_quants)]
+
+
+# ---- model ---------------------------------------------------------------------------------
+
+LayerSet = str | tuple[int, ...]
+
+
+class GroupBase(Frozen):
+    """What all layer groups have: their layers, 0-indexed, as ``"0-35"``, ``"1::2"`` or a list."""
+
+    layers: LayerSet
+
+
+class AttentionGroup(GroupBase):
+    """A group that attends over stored tokens."""
+
+    kind: Literal["full", "swa", "chunked", "cross"]
+    q_heads: Positive
+    window_tokens: Positive | None = None
+    chunk_tokens: Positive | None = None
+    encoder_tokens: Positive | None = None
+    tokens_per_entry: Positive = 1
+    soft_cap: Annotated[float, Field(gt=0)] | None = None
+    sinks: bool = False
+    causal: bool = True
+
+    @model_validator(mode="after")
+    def _reach_matches_kind(self) -> AttentionGroup:
+        for field, kind in (
+            ("window_tokens", "swa"),
+            ("chunk_tokens", "chunked"),
+            ("encoder_tokens", "cross"),
+        ):
+            given = self.__dict__[field] is not None
+            if given and self.kind != kind:
+                raise ValueError(f"no {field} for kind {self.kind}: it belongs to kind {kind}")
+            if self.kind == kind and not given:
+                raise ValueError(f"{field} for kind {kind}")
+        return self
+
+
+class GqaGroup(AttentionGroup):
+    """Grouped-query attention: K [tokens, kv_heads, head_dim], V [tokens, kv_heads, v_head_dim].
+
+    ``v_head_dim`` defaults to ``head_dim``; 0 stores K only, and V is K. ``scale`` multiplies the
+    logits and defaults to head_dim ** -0.5.
+    """
+
+    geometry: Literal["gqa"] = "gqa"
+    kv_heads: Positive
+    head_dim: Positive
+    v_head_dim: NonNegative | None = None
+    scale: Annotated[float, Field(gt=0)] | None = None
+
+
+class MlaGroup(AttentionGroup):
+    """Multi-head latent attention: latent [tokens, kv_lora_rank] and rope key, V is the latent."""
+
+    geometry: Literal["mla"]
+    kv_lora_rank: Positive
+    qk_rope_head_dim: NonNegative
+    scale: Annotated[float, Field(gt=0)]
+
+
+class LinearGroup(GroupBase):
+    """Recurrent state, one slot a request: convolution windows and a recurrent tensor.
+
+    ``conv`` lists [channels, taps - 1]; ``recurrent`` names the axes of the state in stored order,
+    for instance ``{head: 32, key: 128, value: 128}``. ``state_dtype`` is the recurrent type and
+    ``conv_dtype`` the windows' (default: the model's).
+    """
+
+    kind: Literal["linear"]
+    geometry: Literal["linear"] = "linear"
+    conv: tuple[tuple[Positive, Positive], ...] = ()
+    recurrent: dict[str, Positive] | None = None
+    recurrence: Literal["mamba1", "mamba2", "gdn", "kda", "lightning", "none"]
+    conv_window_first: bool = False
+    conv_dtype: FloatType | None = None
+    state_dtype: FloatType = "float32"
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> LinearGroup:
+        if not self.conv and self.recurrent is None:
+            raise ValueError("a conv or a recurrent state to keep")
+        if (self.recurrence == "none") != (self.recurrent is None):
+            raise ValueError("a recurrent shape exactly where recurrence is not 'none'")
+        return self
+
+
+class IndexGroup(GroupBase):
+    """Keys of a sparse indexer, in the page table of the group ``selects``.
+
+    ``block_tokens`` is the unit that ``topk`` selects: 1 for tokens, more for blocks.
+    """
+
+    kind: Literal["sparse_index"]
+    geometry: Literal["index"] = "index"
+    selects: Name
+    index_heads: Positive
+    head_dim: Positive
+    v_head_dim: NonNegative = 0
+    topk: Positive
+    block_tokens: Positive = 1
+    tokens_per_entry: Positive = 1
+
+
+def _geometry(value: Any) -> str | None:
+    data = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    by_kind = {"linear": "linear", "sparse_index": "index"}
+    return str(by_kind.get(str(data.get("kind")), data.get("geometry") or "gqa"))
+
+
+Group = Annotated[
+    Annotated[GqaGroup, Tag("gqa")]
+    | Annotated[MlaGroup, Tag("mla")]
+    | Annotated[LinearGroup, Tag("linear")]
+    | Annotated[IndexGroup, Tag("index")],
+    Discriminator(
+        _geometry,
+        custom_error_type="geometry",
+        custom_error_message="Input should be a group with geometry gqa or mla, kind linear or kind sparse_index",
+    ),
+]
+
+
+class Model(Frozen):
+    """Geometry of a model's cache; weights are none of our business.
+
+    ``dtype`` is the compute type in which K and V arrive. ``aliases`` lists [layer, owner]: the
+    layer keeps nothing and reads the cache of an earlier ``owner``.
+    """
+
+    name: str
+    num_layers: Annotated[int, Field(ge=1, le=100_000)]
+    dtype: FloatType = "bfloat16"
+    max_context: Positive | None = None
+    groups: Annotated[dict[Name, Group], Field(min_length=1)]
+    aliases: tuple[tuple[NonNegative, NonNegative], ...] = ()
+
+
+# ---- storage -------------------------------------------------------------------------------
+
+
+class GroupPolicy(Frozen):
+    """Storage of one group where it differs from the preset."""
+
+    quant: QuantPolicy = Quants()
+    layout: LayoutPolicy = Layouts()
+    page_tokens: Positive | None = None
+
+
+class Recipe(Frozen):
+    """Formats for some layers only; negative layers count from the end of the model."""
+
+    layers: LayerSet
+    quant: QuantPolicy = Quants()
+
+
+class KV(Frozen):
+    """How tensors become bytes: pages, layouts, number formats, and exceptions to them.
+
+    ``align_bytes`` rounds every plane's start and every shared stride up; 1 keeps natural
+    alignment. ``constants`` is the path of a calibration file.
+    """
+
+    page_tokens: Positive = 16
+    align_bytes: PowerOfTwo = 1
+    quant: QuantPolicy = Quants()
+    layout: LayoutPolicy = Layouts()
+    groups: dict[Name, GroupPolicy] = {}
+    recipes: dict[Name, Recipe] = {}
+    constants: str | None = None
+
+    @model_validator(mode="after")
+    def _alignment(self) -> KV:
+        if self.align_bytes & (self.align_bytes - 1):
+            raise ValueError("align_bytes as a power of two")
+        return self
+
+
+class Memory(Frozen):
+    """What backs the bytes, and how many there may be; without a budget the workload decides."""
+
+    name: Name = "auto"
+    options: dict[str, Any] = {}
+    budget: Bytes | None = None
+
+
+class Device(Frozen):
+    """The target of the plan. ``auto`` must be resolved before planning."""
+
+    name: Name = "cpu"
+    type: Literal["auto", "cpu", "cuda"] = "cpu"
+    sm: NonNegative = 0
+    num_sms: NonNegative = 0
+    memory_bytes: Bytes | None = None
+    granule_bytes: Bytes = 2**21
+
+
+class BackendChoice(Frozen):
+    """Which kernels attend; ``auto`` picks per group."""
+
+    name: Name = "auto"
+    options: dict[str, Any] = {}
+    new_tokens: Literal["stored", "exact"] = "stored"
+    prefill: Literal["auto", "paged", "ragged"] = "auto"
+    accuracy: Literal["exact", "fast"] = "exact"
+    deterministic: bool = False
+
+
+class Engine(Frozen):
+    """What the caller's loop does.
+
+    ``max_requests`` is the number of rows of the device tables (null: as many as the plan
+    admits), ``prefill_chunk_tokens`` the most prompt tokens in a step, ``steps_in_flight`` the
+    steps open at once, ``draft_tokens`` the extra tokens a request may verify in a step.
+    """
+
+    max_requests: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    prefill_chunk_tokens: Annotated[int, Field(ge=1, le=2**24)] = 2048
+    steps_in_flight: Annotated[int, Field(ge=1, le=8)] = 2
+    draft_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+
+
+class Workload(Frozen):
+    """The load to plan for: ``requests`` of ``tokens`` each, or a trace file for replay."""
+
+    requests: Annotated[int, Field(ge=1, le=2**20)] = 8
+    tokens: Annotated[int, Field(ge=1, le=2**26)] = 1024
+    trace: str | None = None
+    step_ms: Annotated[float, Field(gt=0)] = 30.0
+
+
+class Spec(Frozen):
+    """A whole configuration."""
+
+    model: Model
+    kv: KV = KV()
+    memory: Memory = Memory()
+    device: Device = Device()
+    backend: BackendChoice = BackendChoice()
+    engine: Engine = Engine()
+    workload: Workload = Workload()
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Spec:
+        """Validate a plain dict (from YAML, JSON or code).
+
+        Raises:
+            SpecError: every malformed, missing or unknown key, each with its path and mend.
+        """
+        try:
+            return cls.model_validate_json(json.dumps(data))
+        except ValidationError as error:
+            raise SpecError(*from_validation(error, cls)) from None
