@@ -42,9 +42,7 @@ class Centered:
         found = self.codec.problems(tensor, path)
         if tensor.role in CENTERED_ROLES:
             return found
-        need = (
-            "center only for k and v: softmax cancels a constant K, a selection or state does not"
-        )
+        need = "no center, which is for k and v; never for index keys, latents or state"
         refusal = Problem(path, f"center for role {tensor.role}", need, f"{path}={self.name}")
         return (*found, refusal)
 

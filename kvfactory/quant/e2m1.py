@@ -21,7 +21,7 @@ def round_even(x: Tensor) -> Tensor:
     code = torch.zeros_like(x, dtype=torch.uint8)
     for below, midpoint in enumerate(MIDPOINTS):
         code += size > midpoint if below % 2 == 0 else size >= midpoint
-    return (code + SIGN * x.signbit()).masked_fill(x.isnan(), 0)
+    return (code + SIGN * x.signbit().byte()).masked_fill(x.isnan(), 0)
 
 
 def round_away(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def round_away(x: Tensor) -> Tensor:
     code = torch.zeros_like(x, dtype=torch.uint8)
     for midpoint in MIDPOINTS:
         code += size >= midpoint
-    return code + SIGN * (x < 0)
+    return code + SIGN * (x < 0).byte()
 
 
 def values(codes: Tensor) -> Tensor:

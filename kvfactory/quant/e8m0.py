@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvfactory.quant.numerics import INPUT_MAX, blocks
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -39,3 +41,14 @@ def powers(codes: Tensor) -> Tensor:
     bits = exponent << _MANTISSA_BITS
     bits = bits.masked_fill(exponent == 0, _TWO_TO_MINUS_127)
     return bits.masked_fill(exponent == NAN, _FLOAT32_NAN).view(torch.float32)
+
+
+def unscaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
+    """float32 values * 2^e [..., D] of the codes' ``values`` [..., D] and E8M0 [..., D / block].
+
+    Saturates at +-``INPUT_MAX``: a code rounded up in the largest blocks stands for 2^128.
+    """
+    import torch
+
+    steps = powers(scale.view(torch.uint8)).unsqueeze(-1)
+    return (blocks(values, block) * steps).clamp(-INPUT_MAX, INPUT_MAX).flatten(-2)

@@ -70,7 +70,8 @@ class MxFp8:
         dtype: str,
     ) -> Tensor:
         """q * 2^e in float32, then ``dtype``."""
-        return _unscaled(planes["data"].float(), planes["scale"]).to(torch_dtype(dtype))
+        values = e8m0.unscaled(planes["data"].float(), planes["scale"], BLOCK)
+        return values.to(torch_dtype(dtype))
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class MxFp4:
     ) -> Tensor:
         """q * 2^e in float32, then ``dtype``."""
         codes = e2m1.values(unpack(planes["data"]))
-        return _unscaled(codes, planes["scale"]).to(torch_dtype(dtype))
+        return e8m0.unscaled(codes, planes["scale"], BLOCK).to(torch_dtype(dtype))
 
 
 def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:
@@ -124,14 +125,6 @@ def _scaled(x: Tensor, element_max: float) -> tuple[Tensor, Tensor]:
     block = blocks(x, BLOCK)
     scale = e8m0.round_up(divide(amax(block).clamp(min=AMAX_MIN), element_max))
     return block / e8m0.powers(scale).unsqueeze(-1), scale
-
-
-def _unscaled(values: Tensor, scale: Tensor) -> Tensor:
-    """values * 2^e [..., D] float32 for E8M0 ``scale`` [..., D / 32]."""
-    import torch
-
-    powers = e8m0.powers(scale.view(torch.uint8))
-    return (blocks(values, BLOCK) * powers.unsqueeze(-1)).flatten(-2)
 
 
 PLUGINS = (
