@@ -1,0 +1,99 @@
+"""The sizing inequality, the fill and the floor, over models, formats, pages and budgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import CONF, read_yaml, spec_of
+
+from kvfactory.cacheplan import CachePlan
+from kvfactory.errors import PlanError
+from kvfactory.planner import plan
+
+MODELS = ("qwen3", "gemma3_27b", "gpt_oss_120b", "deepseek_v3", "mimo_v2_flash", "llama4_scout")
+KV = {
+    "bf16": {"quant": {}},
+    "fp8_page_major": {"quant": {"k": "fp8_e4m3", "v": "fp8_e4m3"}, "layout": {"tokens": "page_major"}},
+    "mixed_recipe": {
+        "quant": {"k": "int8_token_head", "v": "fp8_e4m3"},
+        "recipes": {"edge": {"layers": [0, -1], "quant": {"k": "plain", "v": "plain"}}},
+    },
+}
+
+
+def _parts(kv: str, page_tokens: int, budget: str | None, **workload: int) -> dict[str, Any]:
+    return {
+        "kv": KV[kv] | {"page_tokens": page_tokens},
+        "memory": {"budget": budget},
+        "device": {"name": "h200", "type": "cuda", "sm": 90, "num_sms": 132},
+        "workload": {"tokens": 8192} | workload,
+    }
+
+
+def _bytes_for(model: dict[str, Any], parts: dict[str, Any], requests: int) -> int:
+    """Bytes of the plan for exactly ``requests``, without a budget."""
+    exact = parts | {"memory": {}, "workload": parts["workload"] | {"requests": requests}}
+    return plan(spec_of(model, **exact)).bytes
+
+
+@pytest.mark.parametrize("budget", ["12GiB", "40GiB", "80GiB"])
+@pytest.mark.parametrize("page_tokens", [1, 16, 128])
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("name", MODELS)
+def test_largest_number_of_requests(name: str, kv: str, page_tokens: int, budget: str) -> None:
+    model = read_yaml(CONF / "model" / f"{name}.yaml")
+    parts = _parts(kv, page_tokens, budget)
+    laid = plan(spec_of(model, **parts))
+    admitted, limit = laid.limits.admitted, laid.spec.memory.budget
+    assert limit is not None
+    assert _bytes_for(model, parts, admitted) <= limit < _bytes_for(model, parts, admitted + 1)
+    assert laid.bytes <= limit
+    assert all(_with_one_more_page(laid, table.name) > limit for table in laid.tables)
+
+
+def _with_one_more_page(laid: CachePlan, table: str) -> int:
+    """Bytes if ``table`` had one more page: every group of it grows by at least its page."""
+    page = sum(
+        plane.place.itemsize * _product(plane.place.shape) // plane.place.shape[1]
+        for group in laid.groups
+        if group.table == table
+        for plane in group.planes
+    )
+    slack = sum(256 for group in laid.groups if group.table == table)
+    return laid.bytes + page + slack
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    out = 1
+    for extent in shape:
+        out *= extent
+    return out
+
+
+def test_rows_cap_the_requests(gemma: dict[str, Any]) -> None:
+    parts = _parts("bf16", 16, "80GiB") | {"engine": {"max_requests": 3}}
+    laid = plan(spec_of(gemma, **parts))
+    assert laid.limits.admitted == laid.limits.max_requests == 3
+    assert laid.binding == "engine.max_requests=3"
+
+
+def test_budget_below_the_floor_names_it(gemma: dict[str, Any]) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(spec_of(gemma, **_parts("bf16", 16, "1GiB")))
+    (problem,) = caught.value.problems
+    assert problem.path == "memory.budget"
+    assert "one request of workload.tokens=8192" in problem.need
+    assert "prefill chunks of 2048" in problem.need
+    mended = _parts("bf16", 16, problem.fix.removeprefix("memory.budget="))
+    assert plan(spec_of(gemma, **mended)).limits.admitted == 1
+
+
+def test_without_a_budget_the_workload_decides(gemma: dict[str, Any]) -> None:
+    laid = plan(spec_of(gemma, workload={"requests": 3, "tokens": 4096}))
+    full, local = laid.tables
+    assert full.num_pages == 1 + 3 * 4096 // 16
+    steady = (1024 + 2 - 2) // 16 + 1
+    prefill = min(4096 // 16, -(-(1024 + 4096 - 2) // 16) + 1)
+    assert local.num_pages == 1 + 3 * steady + (prefill - steady)
+    assert laid.limits.admitted == 3
