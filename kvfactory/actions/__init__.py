@@ -1,0 +1,1 @@
+"""What the command line can do: one module an action, each with ``run(spec, output) -> int``."""

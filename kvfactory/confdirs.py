@@ -1,0 +1,132 @@
+"""Folders of YAML: ours, those of installed packages and those named on the command line.
+
+Ours come first, so others add names and never replace one. Foreign files are scanned as tokens
+before any YAML loader sees them: aliases can expand without end, and keys that begin with an
+underscore ask Hydra to import and call code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvfactory.errors import Problem, SpecError
+
+ENTRY_POINTS = "kvfactory.conf"
+
+
+@dataclass(frozen=True)
+class ConfDir:
+    """A folder of YAML and who brings it: ``built-in``, a distribution, or the command line."""
+
+    path: Path
+    origin: str
+
+    def options(self, group: str) -> tuple[str, ...]:
+        """Names of the choices of a config group, sorted."""
+        return tuple(sorted(file.stem for file in (self.path / group).glob("*.yaml")))
+
+    def groups(self) -> tuple[str, ...]:
+        """Names of the config groups, sorted."""
+        return tuple(sorted(entry.name for entry in self.path.iterdir() if entry.is_dir()))
+
+
+def conf_dir() -> Path:
+    """The folder that ships with kvfactory: in the wheel, or beside the package in a checkout.
+
+    Raises:
+        SpecError: neither is there.
+    """
+    package = Path(__file__).resolve().parent
+    for found in (package / "conf", package.parent / "conf"):
+        if (found / "config.yaml").is_file():
+            return found
+    raise SpecError(
+        Problem("conf", f"no conf folder at {package}", "an installation with its YAML files")
+    )
+
+
+def conf_dirs(named: Sequence[str] = (), conf: Path | None = None) -> tuple[ConfDir, ...]:
+    """All folders in search order: the primary one (``conf``, else ours), packages', ``named``.
+
+    Raises:
+        SpecError: a folder that is missing, an unsafe file, or one option brought twice.
+    """
+    primary = ConfDir(conf, str(conf)) if conf else ConfDir(conf_dir(), "built-in")
+    installed = tuple(_installed(entry) for entry in entry_points(group=ENTRY_POINTS))
+    foreign = (*installed, *(_named(text) for text in named))
+    missing = [found for found in (primary, *foreign) if not found.path.is_dir()]
+    if missing:
+        raise SpecError(*(_no_folder(found) for found in missing))
+    scanned = (primary, *foreign) if conf else foreign
+    problems = [problem for found in scanned for problem in _unsafe(found)]
+    problems += _twice(foreign)
+    if problems:
+        raise SpecError(*problems)
+    return (primary, *foreign)
+
+
+def _installed(entry: EntryPoint) -> ConfDir:
+    """``acme_kv:conf`` is the folder ``conf`` of the package ``acme_kv``; nothing is imported."""
+    owner = entry.dist.name if entry.dist else entry.value
+    try:
+        spec = find_spec(entry.module)
+    except (ImportError, ValueError):
+        spec = None
+    roots = (spec.submodule_search_locations if spec else None) or ()
+    folder = Path(next(iter(roots), entry.module), *entry.attr.split("."))
+    return ConfDir(folder, owner)
+
+
+def _named(text: str) -> ConfDir:
+    return ConfDir(Path(text.removeprefix("file://")).expanduser().absolute(), text)
+
+
+def _no_folder(found: ConfDir) -> Problem:
+    return Problem(
+        "hydra.searchpath",
+        f"{found.path} from {found.origin}",
+        "a folder of YAML files that exists",
+    )
+
+
+def _twice(foreign: Sequence[ConfDir]) -> Iterator[Problem]:
+    seen: dict[str, ConfDir] = {}
+    for found in foreign:
+        for file in sorted(found.path.glob("*/**/*.yaml")):
+            option = str(file.relative_to(found.path).with_suffix(""))
+            first = seen.setdefault(option, found)
+            if first is not found:
+                got = f"two files, of {first.origin} and {found.origin}"
+                yield Problem(option, got, "one file of that name", f"uninstall {found.origin}")
+
+
+def _unsafe(found: ConfDir) -> Iterator[Problem]:
+    for file in sorted(found.path.rglob("*.yaml")):
+        reason = _reason(file)
+        if reason:
+            yield Problem(str(file), reason, "plain YAML: data without references, tags or code")
+
+
+def _reason(file: Path) -> str:
+    import yaml
+
+    names = {
+        yaml.AliasToken: "an alias",
+        yaml.AnchorToken: "an anchor",
+        yaml.TagToken: "a tag",
+    }
+    after_key = False
+    try:
+        for token in yaml.scan(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+            if type(token) in names:
+                return f"{names[type(token)]} at line {token.start_mark.line + 1}"
+            if after_key and isinstance(token, yaml.ScalarToken) and token.value.startswith("_"):
+                return f"the key {token.value!r} at line {token.start_mark.line + 1}"
+            after_key = isinstance(token, yaml.KeyToken)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return " ".join(str(error).split())
+    return ""

@@ -1,0 +1,181 @@
+"""Plans and lists as text for people: plain columns, whatever the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from kvfactory.cacheplan import CachePlan, GroupPlan, PlanePlan, StatePlan, TablePlan
+from kvfactory.layouts import LAYOUTS
+
+_RIGHT = frozenset("0123456789")
+
+
+def plan_text(plan: CachePlan) -> str:
+    """A plan in words: what is stored where, for how many requests, and each byte's purpose."""
+    sections = [
+        _headline(plan),
+        columns(_group_head(), [_group_cells(group) for group in plan.groups]),
+        columns(*_tables(plan)),
+        columns(*_account(plan)),
+        "\n".join(_reasons(plan)),
+        "\n".join(f"note: {note}" for note in plan.notes),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns under a heading; numbers to the right, no trailing blanks."""
+    if not rows:
+        return ""
+    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
+    right = [all(row[i][:1] in _RIGHT or row[i] == "-" for row in rows) for i in range(len(head))]
+    lines = [head, *rows]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    power = min(4, max(0, (int(num_bytes).bit_length() - 1) // 10))
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    value = num_bytes / 2 ** (10 * power)
+    return f"{value:.0f} {unit}" if power == 0 else f"{value:.2f} {unit}"
+
+
+# ---- the parts of a plan -------------------------------------------------------------------
+
+
+def _headline(plan: CachePlan) -> str:
+    device, limits = plan.spec.device, plan.limits
+    target = f"{device.name} (sm {device.sm}, {device.num_sms} SMs)" if device.sm else device.name
+    return (
+        f"{plan.spec.model.name} on {target}: {size(plan.bytes)} = {plan.bytes:,} B"
+        f" of {plan.memory} memory\n"
+        f"{limits.admitted:,} requests of {limits.tokens:,} tokens; bound by {plan.binding}\n"
+        f"a step: at most {limits.step_tokens:,} new tokens of {limits.max_requests:,} requests,"
+        f" {limits.steps_in_flight} in flight"
+    )
+
+
+def _group_head() -> tuple[str, ...]:
+    return (
+        "group",
+        "kind",
+        "layers",
+        "layout",
+        "quant",
+        "bits/element",
+        "B/token",
+        "page",
+        "backend",
+    )
+
+
+def _group_cells(group: GroupPlan) -> tuple[str, ...]:
+    entry_bytes = sum(_page_bytes(plane) for plane in group.planes)
+    elements = group.page_slots * sum(tensor.logical.elements for tensor in group.tensors)
+    page_tokens = group.page_slots * group.tokens_per_entry
+    total = entry_bytes * len(group.layers)
+    stateful = group.kind == "linear"
+    return (
+        group.name,
+        group.kind,
+        f"{len(group.layers)}: {_layers(group.layers)}",
+        _layout(group.layout),
+        _quants(group),
+        f"{8 * entry_bytes / elements:.2f}",
+        "-" if stateful else f"{total / page_tokens:,.0f}",
+        size(total),
+        group.choice.backend if group.choice else "-",
+    )
+
+
+def _page_bytes(plane: PlanePlan) -> int:
+    """Bytes of one page (or state slot) of one layer, without padding."""
+    return math.prod(plane.place.shape[2:]) * plane.place.itemsize
+
+
+def _layers(layers: Sequence[int]) -> str:
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    if list(layers) == list(range(layers[0], layers[-1] + 1, step)):
+        every = f" step {step}" if step > 1 else ""
+        return f"{layers[0]}-{layers[-1]}{every}" if len(layers) > 1 else str(layers[0])
+    shown = ", ".join(map(str, layers[:4]))
+    return shown if len(layers) <= 4 else f"{shown} .. {layers[-1]}"
+
+
+def _layout(text: str) -> str:
+    """The catalog's name of a pattern, else the pattern."""
+    known = [LAYOUTS.get(name, "layout") for name in LAYOUTS.names()]
+    same = [layout for layout in known if layout.k == text]
+    plain = [layout for layout in same if layout.scale is None]
+    return (plain or same)[0].name if same else f"'{text}'"
+
+
+def _quants(group: GroupPlan) -> str:
+    by_format: dict[str, list[str]] = {}
+    for tensor in group.tensors:
+        by_format.setdefault(tensor.quant, []).append(tensor.name)
+    return "; ".join(f"{', '.join(names)} {quant}" for quant, names in by_format.items())
+
+
+def _tables(plan: CachePlan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    head = ("table", "lifetime", "page", "pages", "tokens", "pages/request", "groups")
+    tables: list[TablePlan | StatePlan] = [*plan.tables, *plan.states]
+    rows = [_table_cells(plan, table) for table in tables]
+    return head, rows
+
+
+def _table_cells(plan: CachePlan, table: TablePlan | StatePlan) -> tuple[str, ...]:
+    members = ", ".join(group.name for group in plan.groups if group.table == table.name)
+    if isinstance(table, StatePlan):
+        usable = f"{table.num_slots - 1:,}"
+        return (table.name, "state", "-", usable, "-", str(table.slots_per_request), members)
+    usable_pages = table.num_pages - 1
+    reach = f" {table.lifetime.tokens:,}" if table.lifetime.tokens else ""
+    return (
+        table.name,
+        f"{table.lifetime.name}{reach}",
+        str(table.page_tokens),
+        f"{usable_pages:,}",
+        f"{usable_pages * table.page_tokens:,}",
+        f"{table.live_pages:,}",
+        members,
+    )
+
+
+def _account(plan: CachePlan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Bytes by owner and use: every cell of ``plan.rows``, summed both ways."""
+    uses = tuple(dict.fromkeys(row.what for row in plan.rows))
+    owners = tuple(dict.fromkeys(row.owner for row in plan.rows))
+    cells: dict[tuple[str, str], int] = {}
+    for row in plan.rows:
+        for key in ((row.owner, row.what), (row.owner, ""), ("", row.what), ("", "")):
+            cells[key] = cells.get(key, 0) + row.num_bytes
+    shown = [
+        (owner or "total", *(_count(cells.get((owner, use), 0)) for use in (*uses, "")))
+        for owner in (*owners, "")
+    ]
+    return ("bytes", *uses, "total"), shown
+
+
+def _count(num_bytes: int) -> str:
+    return f"{num_bytes:,}" if num_bytes else "-"
+
+
+def _reasons(plan: CachePlan) -> Iterator[str]:
+    """Why backends of higher rank were passed over, once per reason."""
+    said = (
+        f"{problem.path}: got {problem.got}, need {problem.need}"
+        for group in plan.groups
+        if group.choice
+        for _, problems in group.choice.passed_over
+        for problem in problems
+    )
+    yield from dict.fromkeys(said)
