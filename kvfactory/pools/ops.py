@@ -4,19 +4,18 @@ The torch implementation is the specification; kernels bound to the same views d
 bit. A pool validates before it calls, so an implementation may rely on every shape and type below
 and on what it says about ids.
 
-Legend: ``n`` entries, ``L`` layers of the group, ``*axes`` a logical tensor's own axes (``head dim``
-for token tensors), ``*plane`` a plane's own axes in whole, unsplit form. A slot is page x page_slots +
-offset; in state groups a slot is a page. ``slots`` and ``pages`` are int64 [n] on the arena's device,
-contiguous. Address arithmetic is int64.
+Legend: ``n`` entries, ``L`` layers of the group, ``*axes`` a logical tensor's own axes (``head
+dim`` for token tensors), ``*plane`` a plane's own axes in whole, unsplit form. A slot is page x
+page_slots + offset; in state groups a slot is a page. ``slots`` and ``pages`` are contiguous int64
+[n] on the arena's device. Address arithmetic is int64. ``n`` may be 0.
 
-Ids: a pool has checked those that it was given on the host. Ids that never left the device cannot be
-checked without waiting for it, so an implementation for such a device guards memory itself: an
-entry whose slot or page is outside ``0 <= id < num`` is not written, and reads as zero bytes (decoded
-values of such an entry are unspecified).
+Ids: a pool has checked those that it was given on the host. Ids that never left the device cannot
+be checked without waiting for it, so an implementation for such a device guards memory itself: an
+entry whose id is not in the pool is not written, and what it reads is unspecified.
 
 Left-out entries (``Keep``) are not written either; an implementation may let them, and the guarded
-ones, write to the sink (slot 0) instead. Kept entries that name one slot twice leave it with the
-bytes of any of them, plane by plane. ``n`` may be 0.
+ones, write to the sink (slot 0) instead. Of several kept entries that name one slot any may win,
+plane by plane.
 """
 
 from __future__ import annotations
@@ -97,15 +96,16 @@ class Ops(Protocol):
         ...
 
     def pack(self, pages: Tensor, out: Tensor) -> None:
-        """Copy whole pages to ``out``, contiguous uint8 [n, page_bytes], whatever the layout.
+        """Copy whole pages to ``out``, contiguous uint8 [n, image_bytes], whatever the layout.
 
         A row holds the planes one after another in the plan's order, each dense in the order
-        [L, slot, *plane] ([L, *plane] in state groups), at ``GroupViews.image_offsets``.
+        [L, slot, *plane] ([L, *plane] in state groups), at ``GroupViews.image_offsets``; the bytes
+        between planes are left alone.
         """
         ...
 
     def unpack(self, pages: Tensor, data: Tensor) -> None:
-        """The inverse of ``pack``; ``data`` is contiguous uint8 [n, page_bytes]."""
+        """The inverse of ``pack``; ``data`` is contiguous uint8 [n, image_bytes]."""
         ...
 
 

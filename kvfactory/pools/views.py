@@ -16,8 +16,11 @@ from torch import Tensor
 from kvfactory.cacheplan import GroupPlan, PlanePlan
 from kvfactory.dtypes import itemsize
 from kvfactory.errors import BuildError, Problem
+from kvfactory.kinds import align_up
 from kvfactory.quant import Codec, resolve_codec
 from kvfactory.quant.numerics import torch_dtype
+
+IMAGE_ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class GroupViews:
     *axes] for states), a split axis as two. ``constants``: tensor name -> constant name -> float32
     [layers, *shape]. ``codecs``: tensor name -> the codec that stores it. ``num_pages`` counts the
     sink, page 0. ``plane_shapes``: key -> a plane's own axes in whole, unsplit form, slot excluded.
-    ``image_offsets``: key -> where the plane starts in a packed page of ``page_bytes``.
+    ``image_offsets``: key -> where the plane starts in a packed page of ``image_bytes``, both in
+    multiples of 16 bytes.
     """
 
     group: GroupPlan
@@ -39,7 +43,7 @@ class GroupViews:
     codecs: Mapping[str, Codec]
     plane_shapes: Mapping[str, tuple[int, ...]]
     image_offsets: Mapping[str, int]
-    page_bytes: int
+    image_bytes: int
 
     @property
     def num_slots(self) -> int:
@@ -77,7 +81,7 @@ def group_views(group: GroupPlan, arena: Tensor) -> GroupViews:
         for tensor in group.tensors
     }
     shapes = {plane.key: _own_shape(group, plane) for plane in group.planes}
-    offsets, page_bytes = _image(group)
+    offsets, image_bytes = _image(group)
     return GroupViews(
         group=group,
         arena=arena,
@@ -87,7 +91,7 @@ def group_views(group: GroupPlan, arena: Tensor) -> GroupViews:
         codecs=codecs,
         plane_shapes=shapes,
         image_offsets=offsets,
-        page_bytes=page_bytes,
+        image_bytes=image_bytes,
     )
 
 
@@ -125,7 +129,8 @@ def _image(group: GroupPlan) -> tuple[dict[str, int], int]:
     for plane in group.planes:
         offsets[plane.key] = cursor
         shape = plane.place.shape
-        cursor += itemsize(plane.dtype) * shape[0] * math.prod(shape[2:])
+        num_bytes = itemsize(plane.dtype) * shape[0] * math.prod(shape[2:])
+        cursor = align_up(cursor + num_bytes, IMAGE_ALIGN_BYTES)
     return offsets, cursor
 
 
