@@ -52,7 +52,7 @@ class Centered:
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """Those of the codec and ``center`` [head, dim]."""
-        return (*self.codec.constants(tensor), Constant("center", tensor.axes, 0.0))
+        return (*self.codec.constants(tensor), Constant("center", tensor.axes, 0.0, "mean"))
 
     def encode(
         self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -84,12 +84,15 @@ class Constant:
     """A float32 table entry per layer that lives beside the pool and never moves with slots.
 
     ``axes`` are named extents per layer, ``()`` for one value a layer. ``default`` fills it until
-    calibrated values arrive.
+    calibrated values arrive: the ``statistic`` of observed values along all other axes, over
+    ``full_scale``. Those from ``amax`` are positive.
     """
 
     name: str
     axes: tuple[tuple[str, int], ...]
     default: float
+    statistic: Literal["amax", "mean"] = "amax"
+    full_scale: float = 1.0
 
     @property
     def elements(self) -> int:

@@ -92,7 +92,7 @@ class NvFp4:
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """``global_scale``, one a layer."""
-        return (Constant("global_scale", (), 1.0),)
+        return (Constant("global_scale", (), 1.0, "amax", NVFP4_MAX),)
 
     def encode(
         self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]

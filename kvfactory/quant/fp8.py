@@ -17,6 +17,7 @@ from kvfactory.quant.numerics import (
     E4M3,
     E4M3_MAX,
     E5M2,
+    FP8_MAX,
     amax,
     block_problems,
     blocks,
@@ -61,7 +62,7 @@ class StaticFp8:
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """``scale``, one a layer or one a head."""
         axes = without(tensor.axes, "dim") if self.per_head else ()
-        return (Constant("scale", axes, 1.0),)
+        return (Constant("scale", axes, 1.0, "amax", FP8_MAX[self.dtype]),)
 
     def encode(
         self, tensor: Logical, x: Tensor, constants: Mapping[str, Tensor]

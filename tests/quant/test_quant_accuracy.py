@@ -120,10 +120,12 @@ def test_large_channels_cost_the_normal_ones(
     assert rms(difference) == pytest.approx(error, rel=0.02)
 
 
-def test_scaling_in_bfloat16_would_be_seen(coder) -> None:
-    """Scales come from float32: some amax values round down in bfloat16 and saturate."""
-    amax = torch.arange(0x3F80, 0x4280, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = amax[:, None, None] * torch.linspace(0, 1, 33)[1:].flip(0).bfloat16()
-    coded = coder("mxfp8")(x)
-    exact = torch.ceil(torch.log2(amax.double() / 448)).int() + 127
-    assert torch.equal(coded.bytes_of("scale").flatten().int(), exact)
+def test_scales_of_power_of_two_formats_come_from_float32(coder) -> None:
+    """Just above 448 x 2^k the exponent is one more; rounded to bfloat16 it would saturate."""
+    powers = 2.0 ** torch.arange(-20, 20)
+    above = 1 + torch.tensor([2.0**-23, 2.0**-12, 2.0**-9])
+    for name, element_max in (("mxfp8", 448.0), ("mxfp4", 6.0), ("fp4_block16", 6.0)):
+        amax = (element_max * powers[:, None] * above).flatten()
+        x = amax[:, None, None] * torch.linspace(1, -1, 32)
+        scale = coder(name)(x).bytes_of("scale").reshape(len(amax), -1)[:, 0]
+        assert scale.tolist() == [k + 127 + 1 for k in range(-20, 20) for _ in above], name

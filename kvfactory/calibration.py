@@ -1,0 +1,186 @@
+"""Constants of a cache: static scales, global scales and centers, per layer and tensor.
+
+They come from observed keys and values (``calibrate``), from a file (``Constants.load``) or from a
+checkpoint (``kvfactory.checkpoint``), and are written into the tables beside the pool at build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfactory.errors import Problem, SpecError
+from kvfactory.quant import Codec, Constant, Logical
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = "kvfactory.constants.1"
+
+
+class Key(NamedTuple):
+    """Which constant: model layer id, tensor name, constant name."""
+
+    layer: int
+    tensor: str
+    constant: str
+
+    def __str__(self) -> str:
+        return f"layers.{self.layer}.{self.tensor}.{self.constant}"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Calibrated values by key, float32 with the constant's own axes."""
+
+    values: Mapping[Key, NDArray[np.float32]]
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file with tensors named ``layers.{layer}.{tensor}.{constant}``."""
+        from safetensors.numpy import save_file
+
+        arrays = {
+            str(key): np.asarray(value, np.float32, order="C") for key, value in self.values.items()
+        }
+        save_file(arrays, path, metadata={"format": FORMAT})
+
+    @classmethod
+    def load(cls, path: str | Path, required: Mapping[Key, Constant]) -> Constants:
+        """The constants of ``path`` that ``required`` names; others in the file are left out.
+
+        Raises:
+            SpecError: no such file or not ours, a constant missing or of another shape, not
+                finite, or a scale that is not positive; all at once.
+        """
+        named = _read(Path(path))
+        found = cls({key: named[str(key)] for key in required if str(key) in named})
+        found.check(required, str(path))
+        return found
+
+    def check(self, required: Mapping[Key, Constant], path: str) -> None:
+        """Every constant of ``required`` is here and usable; ``path`` says where they came from.
+
+        Raises:
+            SpecError: one problem per constant that is not.
+        """
+        problems = tuple(self._problems(required, path))
+        if problems:
+            raise SpecError(*problems)
+
+    def _problems(self, required: Mapping[Key, Constant], path: str) -> Iterator[Problem]:
+        for key, constant in required.items():
+            place, shape = f"{path}: {key}", tuple(extent for _, extent in constant.axes)
+            if key not in self.values:
+                yield Problem(place, "nothing", f"float32 {list(shape)}; calibrate this layer too")
+                continue
+            value = self.values[key]
+            if value.shape != shape:
+                yield Problem(place, f"shape {list(value.shape)}", f"shape {list(shape)}")
+            elif not np.isfinite(value).all():
+                yield Problem(place, _first(value, ~np.isfinite(value)), "finite values")
+            elif constant.statistic == "amax" and (value <= 0).any():
+                yield Problem(place, _first(value, value <= 0), "positive scales")
+
+
+def required_constants(stored: Iterable[tuple[int, Logical, Codec]]) -> dict[Key, Constant]:
+    """What a cache needs that stores these (model layer id, tensor, codec)."""
+    return {
+        Key(layer, tensor.name, constant.name): constant
+        for layer, tensor, codec in stored
+        for constant in codec.constants(tensor)
+    }
+
+
+def calibrate(
+    observed: Mapping[int, Mapping[str, Tensor]],
+    codecs: Mapping[str, Codec],
+    headroom: float = 2.0,
+) -> Constants:
+    """Constants that fit ``observed``: model layer id -> tensor name -> [rows..., head, dim].
+
+    ``codecs`` are by tensor name. A center is the mean over rows; scales hold ``headroom`` times
+    the largest magnitude that remains. Too large a scale costs next to nothing, too small a one
+    saturates, so new data may exceed what was observed.
+
+    Raises:
+        SpecError: a tensor without codec or rows, one that is zero throughout or not finite, or
+            ``headroom`` below 1.
+    """
+    problems: list[Problem] = []
+    if not headroom >= 1:
+        problems.append(
+            Problem("headroom", f"{headroom}", "1 or more: less saturates what was seen")
+        )
+    values: dict[Key, NDArray[np.float32]] = {}
+    for layer, tensors in observed.items():
+        for name, x in tensors.items():
+            place = f"observed[{layer}][{name!r}]"
+            found = _unusable(name, x, codecs, place)
+            problems += found
+            if not found:
+                fitted = _fit(name, x, codecs[name], headroom)
+                values |= {Key(layer, name, constant): value for constant, value in fitted}
+    seen = {name for tensors in observed.values() for name in tensors}
+    problems += [
+        Problem(f"codecs[{name!r}]", "no observation", "keys and values of at least one layer")
+        for name in codecs
+        if name not in seen
+    ]
+    if problems:
+        raise SpecError(*problems)
+    return Constants(values)
+
+
+def _unusable(name: str, x: Tensor, codecs: Mapping[str, Codec], place: str) -> list[Problem]:
+    if name not in codecs:
+        return [Problem(place, "a tensor without codec", f"one of {', '.join(codecs)}")]
+    if x.dim() < 3 or x.numel() == 0:
+        return [Problem(place, f"shape {list(x.shape)}", "[rows..., head, dim] with rows")]
+    if not x.isfinite().all():
+        return [Problem(place, "NaN or infinity", "finite values")]
+    if not x.any():
+        return [Problem(place, "zeros only", "values of real tokens")]
+    return []
+
+
+def _fit(
+    name: str, x: Tensor, codec: Codec, headroom: float
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """(constant name, calibrated value), centers first: scales fit what they leave."""
+    axes = (("head", x.shape[-2]), ("dim", x.shape[-1]))
+    constants = codec.constants(Logical(name, name, axes, "float32"))
+    rows = x.double().flatten(0, -3)
+    for constant in sorted(constants, key=lambda constant: constant.statistic == "amax"):
+        kept = [axis for axis, _ in constant.axes]
+        reduced = [0] + [place for place, (axis, _) in enumerate(axes, 1) if axis not in kept]
+        if constant.statistic == "mean":
+            value = rows.mean(reduced)
+            rows = rows - value
+        else:
+            value = rows.abs().amax(reduced)
+            # A head that was never active gets the range of the others, not a scale of zero.
+            value = value.where(value > 0, value.max()) * headroom
+        yield constant.name, (value / constant.full_scale).float().cpu().numpy()
+
+
+def _read(path: Path) -> dict[str, NDArray[np.float32]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if (file.metadata() or {}).get("format") != FORMAT:
+                fix = "kvfactory.checkpoint.from_checkpoint reads those of models"
+                raise SpecError(Problem(str(path), "another safetensors file", FORMAT, fix))
+            return {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        need = "a safetensors file of constants"
+        raise SpecError(Problem(str(path), str(error) or "no file", need)) from None
+
+
+def _first(value: NDArray[np.float32], bad: NDArray[np.bool_]) -> str:
+    return f"{float(value[bad].flat[0])}"
