@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,8 +164,8 @@ class _PlaneBytes:
 
     def take(self, layers: int | slice, slots: Tensor) -> Tensor:
         """Fresh [n, *shape] of one layer, or [L, n, *shape] of a slice of them."""
-        spots = self._spots(slots)
-        found = self.raw[layers][spots] if isinstance(layers, int) else self.raw[layers, *spots]
+        where: tuple[Any, ...] = (layers, *self._spots(slots))
+        found = self.raw[where]
         lead = found.shape[: found.dim() - (self.raw.dim() - 2 - len(self.slot_parts))]
         return self._typed(found).reshape(*lead, *self.shape)
 
