@@ -23,7 +23,7 @@ class Coded:
     planes: Mapping[str, Tensor]
 
     def bytes_of(self, part: str) -> Tensor:
-        return self.planes[part].contiguous().unsqueeze(-1).view(torch.uint8)
+        return self.planes[part].cpu().contiguous().unsqueeze(-1).view(torch.uint8)
 
     def decoded(self, dtype: str = "float32") -> Tensor:
         return self.codec.decode(self.tensor, self.planes, self.constants, dtype)
@@ -43,7 +43,9 @@ class Coder:
         tensor = tensor or self.tokens(x)
         codec = resolve_codec(self.name, self.options, "quant")
         bound = {
-            known.name: torch.full([extent for _, extent in known.axes], known.default)
+            known.name: torch.full(
+                [extent for _, extent in known.axes], known.default, device=x.device
+            )
             for known in codec.constants(tensor)
         }
         assert set(constants) <= set(bound)

@@ -219,3 +219,17 @@ def test_plain_keeps_nan_and_infinity(coder) -> None:
     decoded = coder("plain")(x).decoded()
     assert torch.equal(decoded.isnan(), x.isnan())
     assert torch.equal(decoded[..., :3], x[..., :3])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gpu_stores_and_reads_the_same_bytes(name: str, coder) -> None:
+    x = rows() * 2.0 ** torch.arange(-40, 216)
+    x[0, 0, 0], x[1, 0, 37], x[2, 1, 9] = math.inf, math.nan, 1e-42
+    here, there = coder(name)(x), coder(name)(x.cuda())
+    for part in here.planes:
+        assert torch.equal(here.bytes_of(part), there.bytes_of(part)), part
+    for dtype in ("float32", "bfloat16"):
+        want, got = here.decoded(dtype), there.decoded(dtype).cpu()
+        assert torch.equal(got.nan_to_num(nan=7e7), want.nan_to_num(nan=7e7))

@@ -37,11 +37,17 @@ def test_every_golden_file_is_checked() -> None:
     assert names == {*SCHEME_OF, "mla_row_656"}
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 @pytest.mark.parametrize("name", SCHEME_OF)
-def test_stored_bytes_are_the_golden_ones(name: str, coder) -> None:
+def test_stored_bytes_are_the_golden_ones(name: str, device: str, coder) -> None:
     golden = load(name)
-    x = torch.from_numpy(golden.pop("x"))
-    constants = {key: torch.tensor(value) for key, value in golden.items() if value.ndim == 0}
+    x = torch.from_numpy(golden.pop("x")).to(device)
+    constants = {
+        key: torch.tensor(value, device=device) for key, value in golden.items() if value.ndim == 0
+    }
     coded = coder(SCHEME_OF[name])(x, **constants)
     for part in coded.planes:
         want = stored_bytes(golden[part])
