@@ -176,11 +176,14 @@ def hydra_errors(request: Request) -> Iterator[None]:
     """Turn what Hydra and OmegaConf refuse into a ``SpecError`` about the user's own words."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
         yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise SpecError(_problem(error, request)) from None
+    except RecursionError:
+        raise SpecError(Problem("config", "values nested without end", "plain values")) from None
 
 
 def _problem(error: Exception, request: Request) -> Problem:

@@ -1,21 +1,25 @@
 """Folders of YAML: ours, those of installed packages and those named on the command line.
 
 Ours come first, so others add names and never replace one. Foreign files are scanned as tokens
-before any YAML loader sees them: aliases can expand without end, and keys that begin with an
-underscore ask Hydra to import and call code.
+before any YAML loader sees them: aliases can expand without end, keys that begin with an
+underscore ask Hydra to import and call code, and YAML 1.1 reads ``off``, ``010`` and ``1:30`` as
+false, 8 and 90.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvfactory.errors import Problem, SpecError
 
 ENTRY_POINTS = "kvfactory.conf"
+_MISREAD = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9]+(:[0-9]+)+|(?i:y|n|yes|no|on|off)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def conf_dirs(named: Sequence[str] = (), conf: Path | None = None) -> tuple[Conf
     Raises:
         SpecError: a folder that is missing, an unsafe file, or one option brought twice.
     """
-    primary = ConfDir(conf, str(conf)) if conf else ConfDir(conf_dir(), "built-in")
+    primary = ConfDir(conf.absolute(), str(conf)) if conf else ConfDir(conf_dir(), "built-in")
     installed = tuple(_installed(entry) for entry in entry_points(group=ENTRY_POINTS))
     foreign = (*installed, *(_named(text) for text in named))
     missing = [found for found in (primary, *foreign) if not found.path.is_dir()]
@@ -105,28 +109,38 @@ def _twice(foreign: Sequence[ConfDir]) -> Iterator[Problem]:
 
 
 def _unsafe(found: ConfDir) -> Iterator[Problem]:
+    need = "plain YAML: no references, tags or code, odd words in quotes"
     for file in sorted(found.path.rglob("*.yaml")):
-        reason = _reason(file)
-        if reason:
-            yield Problem(str(file), reason, "plain YAML: data without references, tags or code")
+        got = unsafe_yaml(file)
+        if got:
+            yield Problem(str(file), got, need)
 
 
-def _reason(file: Path) -> str:
+def unsafe_yaml(file: Path) -> str:
+    """The first thing in a YAML file that must not reach a loader; empty if there is none."""
     import yaml
 
-    names = {
-        yaml.AliasToken: "an alias",
-        yaml.AnchorToken: "an anchor",
-        yaml.TagToken: "a tag",
-    }
     after_key = False
     try:
         for token in yaml.scan(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
-            if type(token) in names:
-                return f"{names[type(token)]} at line {token.start_mark.line + 1}"
-            if after_key and isinstance(token, yaml.ScalarToken) and token.value.startswith("_"):
-                return f"the key {token.value!r} at line {token.start_mark.line + 1}"
+            found = _unsafe_token(token, after_key)
+            if found:
+                return f"{found} at line {token.start_mark.line + 1}"
             after_key = isinstance(token, yaml.KeyToken)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         return " ".join(str(error).split())
+    return ""
+
+
+def _unsafe_token(token: Any, is_key: bool) -> str:
+    import yaml
+
+    if isinstance(token, yaml.AliasToken | yaml.AnchorToken):
+        return f"the reference {token.value!r}"
+    if isinstance(token, yaml.TagToken):
+        return f"the tag {token.value!r}"
+    if isinstance(token, yaml.ScalarToken) and is_key and token.value.startswith("_"):
+        return f"the key {token.value!r}"
+    if isinstance(token, yaml.ScalarToken) and token.plain and _MISREAD.fullmatch(token.value):
+        return f"{token.value!r} without quotes, which YAML reads as another value,"
     return ""
