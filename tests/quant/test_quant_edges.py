@@ -225,7 +225,7 @@ def test_plain_keeps_nan_and_infinity(coder) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gpu_stores_and_reads_the_same_bytes(name: str, coder) -> None:
-    x = rows() * 2.0 ** torch.arange(-40, 216)
+    x = rows() * 2.0 ** (torch.arange(256) // 4 - 40)
     x[0, 0, 0], x[1, 0, 37], x[2, 1, 9] = math.inf, math.nan, 1e-42
     here, there = coder(name)(x), coder(name)(x.cuda())
     for part in here.planes:
