@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from kvfactory.books import StepRecord
+from kvfactory.cacheplan import CachePlan, Field
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class TableArrays:
 
 @dataclass(frozen=True)
 class StateArrays:
-    """One set of state slots' part of a step: ``slots`` int32 [batch], ``fresh`` bool [batch]."""
+    """One set of state slots' part of a step: ``slots`` int32 [batch], ``fresh`` int32 [batch]."""
 
     slots: Tensor
     fresh: Tensor
@@ -55,3 +58,102 @@ class Step:
     positions: Tensor
     tables: Mapping[str, TableArrays]
     states: Mapping[str, StateArrays]
+
+
+class StepBuffers:
+    """The arena's step fields, one set per step in flight, and their pinned staging.
+
+    A set is used again ``steps_in_flight`` steps later; on a CUDA device the copy out of its
+    staging has been waited for by then, so planning never overwrites numbers still in transit.
+    """
+
+    def __init__(self, plan: CachePlan, arena: Tensor) -> None:
+        self._depth = plan.limits.steps_in_flight
+        self._cuda = arena.device.type == "cuda"
+        self._sets = [
+            {(f.table, f.name): _view(arena, f, number * plan.step_bytes) for f in plan.fields}
+            for number in range(self._depth)
+        ]
+        self._staging = [
+            {key: torch.empty_like(view, device="cpu", pin_memory=True) for key, view in one.items()}
+            if self._cuda
+            else one
+            for one in self._sets
+        ]
+        self._copied = [torch.cuda.Event() if self._cuda else None for _ in range(self._depth)]
+        self._tables = {
+            table.name: arena[table.offset :][: 4 * (plan.limits.max_requests + 1) * table.row_pages]
+            .view(torch.int32)
+            .view(-1, table.row_pages)
+            for table in plan.tables
+        }
+
+    def update_tables(self, record: StepRecord) -> None:
+        """Write the device table entries that changed since the last step."""
+        for name, part in record.tables.items():
+            if len(part.updates):
+                rows, columns, pages = torch.from_numpy(part.updates).to(self.device).unbind(1)
+                self._tables[name].index_put_((rows, columns), pages)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays live."""
+        return next(iter(self._sets[0].values())).device
+
+    def fill(self, record: StepRecord) -> Step:
+        """The device arrays of ``record``, in the set that its serial number names."""
+        number = record.serial % self._depth
+        event = self._copied[number]
+        if event is not None:
+            event.synchronize()
+        put = _Put(self._sets[number], self._staging[number], self._cuda)
+        step = Step(
+            host=record,
+            rows=put("", "rows", record.rows),
+            q_indptr=put("", "q_indptr", record.q_indptr),
+            prefix=put("", "prefix", record.prefix),
+            positions=put("", "positions", record.positions),
+            tables={
+                name: TableArrays(
+                    self._tables[name],
+                    put(name, "slots", part.slots),
+                    put(name, "kv_lengths", part.kv_lengths),
+                    put(name, "first_page", part.first_page),
+                )
+                for name, part in record.tables.items()
+            },
+            states={
+                name: StateArrays(put(name, "slots", part.slots), put(name, "fresh", part.fresh))
+                for name, part in record.states.items()
+            },
+        )
+        if event is not None:
+            event.record()
+        return step
+
+    def clear(self) -> None:
+        """Point every entry of every device table at the sink."""
+        for table in self._tables.values():
+            table.zero_()
+
+
+@dataclass(frozen=True)
+class _Put:
+    """Copies host numbers into one set of fields and hands out the filled part."""
+
+    views: Mapping[tuple[str, str], Tensor]
+    staging: Mapping[tuple[str, str], Tensor]
+    cuda: bool
+
+    def __call__(self, table: str, name: str, values: np.ndarray) -> Tensor:
+        view, staged = self.views[table, name][: len(values)], self.staging[table, name]
+        staged[: len(values)] = torch.from_numpy(np.ascontiguousarray(values))
+        if self.cuda:
+            view.copy_(staged[: len(values)], non_blocking=True)
+        return view
+
+
+def _view(arena: Tensor, field: Field, shift: int) -> Tensor:
+    dtype = {"int32": torch.int32, "int64": torch.int64}[field.dtype]
+    start = field.offset + shift
+    return arena[start : start + dtype.itemsize * field.elements].view(dtype)

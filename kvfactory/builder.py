@@ -1,0 +1,109 @@
+"""``build``: the composition root. A plan becomes memory, pools, books and backends, only here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvfactory.backends import BACKENDS, AttentionRunner
+from kvfactory.books import Books, BooksShape, StateShape, TableShape
+from kvfactory.cache import Cache
+from kvfactory.cacheplan import CachePlan
+from kvfactory.errors import BuildError, Problem
+from kvfactory.memory import MEMORIES
+from kvfactory.pools import Pool, TorchOps
+from kvfactory.steps import StepBuffers
+
+
+def build(plan: CachePlan, device: str | None = None) -> Cache:
+    """The cache of ``plan`` on ``device`` (default: the plan's device type).
+
+    Raises:
+        BuildError: a device that is not the one planned for, or too little free memory.
+    """
+    target = device or plan.spec.device.type
+    _check_device(plan, torch.device(target))
+    arena = _allocate(plan, target)
+    pools = {group.name: Pool(group, arena, TorchOps) for group in plan.groups}
+    return Cache(
+        plan=plan,
+        books=Books(books_shape(plan)),
+        pools=pools,
+        runners=_bind(plan, pools, arena),
+        buffers=StepBuffers(plan, arena),
+    )
+
+
+def books_shape(plan: CachePlan) -> BooksShape:
+    """What the books of ``plan`` keep account of."""
+    return BooksShape(
+        tables=tuple(
+            TableShape(t.name, t.lifetime, t.page_tokens, t.num_pages, t.row_pages)
+            for t in plan.tables
+        ),
+        states=tuple(StateShape(s.name, s.num_slots) for s in plan.states),
+        max_requests=plan.limits.max_requests,
+        steps_in_flight=plan.limits.steps_in_flight,
+    )
+
+
+def _bind(
+    plan: CachePlan, pools: Mapping[str, Pool], arena: Tensor
+) -> dict[str, AttentionRunner]:
+    runners = {}
+    for group in plan.groups:
+        if group.choice:
+            name = group.choice.backend
+            spaces = {
+                w.use: arena[w.offset : w.offset + w.num_bytes]
+                for w in plan.workspaces
+                if w.backend == name
+            }
+            backend = BACKENDS.get(name, "backend.name")
+            runners[group.name] = backend.bind(group, pools[group.name], spaces)
+    return runners
+
+
+def _check_device(plan: CachePlan, device: torch.device) -> None:
+    planned = plan.spec.device
+    if device.type != planned.type:
+        need = f"a device of type {planned.type}, which the plan is for"
+        raise BuildError(Problem("device", str(device), need, f"device={device.type}"))
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise BuildError(Problem("device", "no CUDA device here", "one", "device=cpu"))
+    card = torch.cuda.get_device_properties(device)
+    found = {"sm": card.major * 10 + card.minor, "num_sms": card.multi_processor_count}
+    wanted = {"sm": planned.sm, "num_sms": planned.num_sms}
+    wrong = [
+        Problem(f"device.{key}", str(found[key]), f"{wanted[key]}, which the plan is for", "device=auto")
+        for key in found
+        if found[key] != wanted[key]
+    ]
+    if wrong:
+        raise BuildError(*wrong)
+
+
+def _allocate(plan: CachePlan, device: str) -> Tensor:
+    """The arena; too little memory is an error in words, before or by the allocator."""
+    memory = MEMORIES.get(plan.memory, "memory.name")
+    free = _free_bytes(device, plan.memory)
+    if free is not None and free < plan.bytes:
+        raise BuildError(_short(plan, f"{free} B free"))
+    try:
+        return memory.allocate(plan.bytes, device)
+    except (MemoryError, RuntimeError) as error:
+        raise BuildError(_short(plan, str(error).splitlines()[0])) from error
+
+
+def _free_bytes(device: str, memory: str) -> int | None:
+    if memory == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return None
+
+
+def _short(plan: CachePlan, got: str) -> Problem:
+    return Problem("memory.budget", got, f"{plan.bytes} B for the arena", "a smaller memory.budget")

@@ -1,0 +1,200 @@
+"""The cache: books, pools and attention behind one front, for an engine's loop.
+
+Every call that changes the books is all or nothing. Device work goes to the caller's current
+stream; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvfactory.backends import AttendExtra, AttentionRunner
+from kvfactory.books import Books, Committed, Segment, StepRecord
+from kvfactory.books import Sequence as SequenceId
+from kvfactory.cacheplan import CachePlan, GroupPlan
+from kvfactory.entries import entry_slots
+from kvfactory.pools import Pool
+from kvfactory.routing import Route, Router
+from kvfactory.steps import Step, StepBuffers
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What ``build`` made of a plan."""
+
+    plan: CachePlan
+    arena: Tensor
+    books: Books
+    pools: Mapping[str, Pool]
+    runners: Mapping[str, AttentionRunner]
+    buffers: StepBuffers
+
+
+class Cache:
+    """A model's whole cache; made by ``kvfactory.build``.
+
+    ``plan`` is the plan it was built from, ``books`` the host's truth about who owns what.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._router = Router(parts.plan)
+        self.plan = parts.plan
+        self.books = parts.books
+
+    # ---- sequences ---------------------------------------------------------------------------
+
+    def open(
+        self,
+        count: int = 1,
+        prefix: Sequence[Segment] = (),
+        cross_tokens: Sequence[int] = (),
+    ) -> list[SequenceId]:
+        """``count`` new sequences, each beginning with the tokens of ``prefix``.
+
+        ``prefix`` is a chain of segments that adjoin from position 0; ``cross_tokens`` the
+        encoder lengths, one per sequence, of models with cross attention.
+
+        Raises:
+            OutOfPages: too few request rows, state slots or encoder pages; nothing was taken.
+            BooksError: segments that are released or do not adjoin.
+        """
+        return self.books.open(count, prefix, cross_tokens)
+
+    def fork(self, sequence: SequenceId, count: int) -> list[SequenceId]:
+        """``count`` sequences with the committed history of ``sequence``, sharing its pages."""
+        return self.books.fork(sequence, count)
+
+    def close(self, sequences: Sequence[SequenceId]) -> None:
+        """Return everything that ``sequences`` own."""
+        self.books.close(sequences)
+
+    def hold(self, sequence: SequenceId, tokens: int) -> Segment:
+        """A committed prefix of ``sequence``, up to ``tokens``, owned outside of it."""
+        return self.books.hold(sequence, tokens)
+
+    def release(self, segment: Segment) -> None:
+        """Return the pages of ``segment``."""
+        self.books.release(segment)
+
+    def reset(self) -> None:
+        """Forget all sequences and segments; generations go on, so old handles stay invalid."""
+        self.books.reset()
+        self._parts.buffers.clear()
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        sequences: Sequence[SequenceId],
+        new_tokens: Sequence[int],
+        parents: Sequence[int] | None = None,
+    ) -> Step:
+        """Slots for ``new_tokens`` more tokens of each sequence, in every table, or in none.
+
+        ``parents`` int [tokens] makes the new tokens of each sequence a draft tree: index of the
+        parent among the sequence's new tokens, -1 for the root's.
+
+        Raises:
+            OutOfPages: the tables that are short; nothing was taken.
+            BooksError: stale sequences, or too many open steps.
+        """
+        record = self.books.extend(sequences, new_tokens, parents)
+        return self._start(record)
+
+    def _start(self, record: StepRecord) -> Step:
+        """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
+        for group in self.plan.groups:
+            pool = self._parts.pools[group.name]
+            if group.table in record.tables:
+                pool.copy_pages(record.tables[group.table].copies)
+            else:
+                part = record.states[group.table]
+                pool.copy_pages(part.copies)
+                pool.zero(part.slots[part.fresh])
+        self._parts.buffers.update_tables(record)
+        return self._parts.buffers.fill(record)
+
+    def commit(self, step: Step, accepted: object = None) -> Committed:
+        """Make the accepted tokens of the oldest open step permanent and return the rest's pages.
+
+        ``accepted``: None for all, counts int [batch] on the host or the device, or for a draft
+        tree the accepted path of node indices per sequence; its rows move to the front.
+
+        Raises:
+            BooksError: a step that is not the oldest open one, or impossible counts.
+        """
+        done = self.books.commit(step.host, accepted)
+        for group in self.plan.groups:
+            moves = done.moves.get(group.table)
+            if moves is not None and len(moves):
+                self._parts.pools[group.name].move(moves[:, 1], moves[:, 0])
+        return done
+
+    # ---- attention ---------------------------------------------------------------------------
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        step: Step,
+        *,
+        group: str = "",
+        mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        select: Tensor | None = None,
+    ) -> Tensor:
+        """Write K and V of the step's new tokens, then attend over all that the layer sees.
+
+        ``q`` [tokens, q_heads, head_dim]; ``k`` [tokens, kv_heads, head_dim] and ``v`` [tokens,
+        kv_heads, v_head_dim]; out [tokens, q_heads, v_head_dim] in q's dtype. MLA: q [tokens,
+        q_heads, kv_lora_rank + qk_rope_head_dim], already absorbed, k the latent [tokens,
+        kv_lora_rank], v the rope key [tokens, qk_rope_head_dim]; out [tokens, q_heads,
+        kv_lora_rank]. ``k = v = None`` only reads. ``group`` names the spec's group where a layer
+        attends in two (self and cross). ``mask``, ``sinks`` and ``select``: see ``AttendExtra``.
+
+        Raises:
+            SpecError: a layer that attends in no or several groups, or tensors of a wrong shape.
+        """
+        route = self._router.attention(layer, group)
+        if k is not None:
+            self._write(route, k, v, step)
+        exact = self.plan.spec.backend.new_tokens == "exact"
+        extra = AttendExtra(
+            new_k=k if exact else None,
+            new_v=v if exact else None,
+            mask=mask,
+            sinks=sinks,
+            select=select,
+        )
+        return self._parts.runners[route.group.name].attend(route.index, q, step, extra)
+
+    def _write(self, route: Route, k: Tensor, v: Tensor | None, step: Step) -> None:
+        rows = {
+            tensor.name: value.unflatten(-1, (1, -1)) if value.dim() == 2 else value
+            for tensor, value in zip(route.group.tensors, (k, v), strict=False)
+            if value is not None
+        }
+        route.check_writable(len(rows))
+        slots = entry_slots(route.group, step)
+        self._parts.pools[route.group.name].write(route.index, slots, **rows)
+
+    # ---- lower doors -------------------------------------------------------------------------
+
+    def pool(self, layer: int, group: str = "") -> tuple[Pool, int]:
+        """The pool that keeps ``layer`` and the layer's index in it; ``group`` where it has two."""
+        route = self._router.storage(layer, group)
+        return self._parts.pools[route.group.name], route.index
+
+    def backend(self, layer: int, group: str = "") -> AttentionRunner:
+        """The backend that attends for ``layer``."""
+        return self._parts.runners[self._router.attention(layer, group).group.name]
+
+    def groups(self, layer: int) -> tuple[GroupPlan, ...]:
+        """The groups that ``layer`` keeps or reads something in."""
+        return tuple(group for group, _ in self.plan.owners.get(layer, ()))

@@ -1,0 +1,69 @@
+"""Routing: from a model layer id to the group that keeps it and the layer's index in there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvfactory.cacheplan import Attention, CachePlan, GroupPlan
+from kvfactory.errors import Problem, SpecError
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a layer is kept. ``alias`` when it reads an earlier layer's cache."""
+
+    layer: int
+    group: GroupPlan
+    index: int
+    alias: bool
+
+    def check_writable(self, given: int) -> None:
+        """Refuse to write an alias, or another number of tensors than the group stores.
+
+        Raises:
+            SpecError: with the mend.
+        """
+        stored = len(self.group.tensors)
+        if self.alias:
+            need = "k=None and v=None: the layer reads the cache of an earlier one"
+            raise SpecError(Problem(f"attend(layer={self.layer})", "k and v", need))
+        if given != stored:
+            names = " and ".join(tensor.name for tensor in self.group.tensors)
+            need = f"{stored} ({names}, group {self.group.name})"
+            raise SpecError(Problem(f"attend(layer={self.layer})", f"{given} tensors to write", need))
+
+
+class Router:
+    """All routes of a plan, found once."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        owners = dict(plan.spec.model.aliases)
+        self._num_layers = plan.spec.model.num_layers
+        self._routes = {
+            layer: [Route(layer, group, index, layer in owners) for group, index in entries]
+            for layer, entries in plan.owners.items()
+        }
+
+    def attention(self, layer: int, group: str) -> Route:
+        """The route of ``layer`` among groups that attend.
+
+        Raises:
+            SpecError: none, or several and no ``group`` to tell them apart.
+        """
+        return self._only(layer, group, lambda route: isinstance(route.group.work, Attention))
+
+    def storage(self, layer: int, group: str) -> Route:
+        """The route of ``layer`` among all groups."""
+        return self._only(layer, group, lambda route: True)
+
+    def _only(self, layer: int, group: str, fits: Callable[[Route], bool]) -> Route:
+        routes = [r for r in self._routes.get(layer, []) if fits(r) and group in ("", r.group.group)]
+        if len(routes) == 1:
+            return routes[0]
+        known = ", ".join(dict.fromkeys(r.group.group for r in self._routes.get(layer, [])))
+        got = f"{layer} of {self._num_layers} layers" + (f", group {group!r}" if group else "")
+        if routes:
+            raise SpecError(Problem("layer", got, f"group=, one of {known}"))
+        need = f"a layer of such a group (this one has {known or 'none'})"
+        raise SpecError(Problem("layer", got, need))

@@ -1,0 +1,163 @@
+"""The architecture, enforced: one-way imports, torch-free planning, small files, public names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "kvfactory"
+
+# From the ground up: a module imports from its own floor or below, never from above.
+FLOORS: list[set[str]] = [
+    {"errors", "dtypes", "kinds"},
+    {"problems", "registry", "layers"},
+    {"spec"},
+    {"layouts", "quant", "memory"},
+    {"cacheplan", "books"},
+    {"geometry", "storage", "backends.contract"},
+    {"grouping"},
+    {"assembly"},
+    {"sizing"},
+    {"planner"},
+    {"pools", "calibration", "kernels"},
+    {"steps"},
+    {"reference", "entries", "routing"},
+    {"backends"},
+    {"cache"},
+    {"builder"},
+    {"verify", "report", "replay", "integrations"},
+    {"devices", "confdirs", "overrides", "huggingface"},
+    {"composer"},
+    {"actions"},
+    {"cli"},
+    {"__main__", "__init__"},
+]
+TORCH_FREE = 10  # floors below this one never import torch, not even lazily at module level
+
+
+def _floor(module: str) -> int:
+    """The floor of ``module`` (dotted, without the package), the most specific name first."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        for number, names in enumerate(FLOORS):
+            if name in names:
+                return number
+    raise AssertionError(f"{module} stands on no floor: add it to FLOORS")
+
+
+def _modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found.append((name, path))
+    return found
+
+
+def _imports(tree: ast.AST, top_only: bool) -> Iterator[str]:
+    """Absolute names of imported modules, those under TYPE_CHECKING left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if top_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            yield node.module or ""
+        else:
+            yield from _imports(node, top_only)
+
+
+@pytest.mark.parametrize(("module", "path"), _modules(), ids=[name for name, _ in _modules()])
+def test_imports_point_down(module: str, path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = _floor(module)
+    for name in _imports(tree, top_only=False):
+        if name.startswith("kvfactory."):
+            target = name.removeprefix("kvfactory.")
+            assert _floor(target) <= own, f"{module} imports {target} from above"
+
+
+@pytest.mark.parametrize(("module", "path"), _modules(), ids=[name for name, _ in _modules()])
+def test_planning_modules_import_no_torch(module: str, path: Path) -> None:
+    if _floor(module) >= TORCH_FREE and not module.startswith(("backends", "actions.plan", "cli")):
+        pytest.skip("runs after planning")
+    for name in _imports(ast.parse(path.read_text(encoding="utf-8")), top_only=True):
+        assert name.split(".")[0] not in {"torch", "triton", "flashinfer", "transformers"}
+
+
+def test_no_probing() -> None:
+    """No hasattr, no three-argument getattr, no environment variables, no _target_."""
+    for module, path in _modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "hasattr", module
+                probing = node.func.id == "getattr" and len(node.args) == 3
+                assert not probing or module in PROBING, module
+            if isinstance(node, ast.Attribute) and node.attr == "environ":
+                assert module in ENVIRONMENT, module
+
+
+PROBING = {"registry", "problems", "spec"}  # a package's __path__, a type's __name__, union tags
+ENVIRONMENT: set[str] = set()
+
+
+def test_files_stay_small() -> None:
+    long = {
+        module: lines
+        for module, path in _modules()
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 400
+    }
+    assert not long
+
+
+def test_plan_runs_where_torch_is_missing() -> None:
+    """A finder that refuses heavy imports stands in for a machine without them."""
+    script = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "triton", "flashinfer", "transformers"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import kvfactory
+plan = kvfactory.plan(kvfactory.compose("model=gemma3_27b", "kv=fp8_hnd", "device=h200", "memory.budget=64GiB"))
+print(plan.limits.admitted)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 0
+
+
+def test_public_names() -> None:
+    import kvfactory
+
+    assert sorted(kvfactory.__all__) == sorted(PUBLIC)
+    for name in PUBLIC:
+        assert vars(kvfactory).get(name) is not None or kvfactory.__getattr__(name) is not None
+
+
+PUBLIC = {
+    "BooksError",
+    "BuildError",
+    "Cache",
+    "CachePlan",
+    "CapabilityError",
+    "KVFactoryError",
+    "OutOfPages",
+    "PlanError",
+    "Problem",
+    "Spec",
+    "SpecError",
+    "build",
+    "calibrate",
+    "compose",
+    "plan",
+}

@@ -1,0 +1,71 @@
+"""CONTRIBUTING.md, executed: its blocks become an installed package that adds to every axis."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.S)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A site folder with the page's files, blocks of one file joined in order."""
+    site = tmp_path_factory.mktemp("site")
+    for name, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    metadata = site / "acme_kv-1.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: acme-kv\nVersion: 1.0\n", encoding="utf-8")
+    return site
+
+
+def _run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "kvfactory", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=site, check=False
+    )
+
+
+def test_third_party_plugins_plan(installed: Path) -> None:
+    done = _run(
+        installed, "model=qwen3", "kv=acme_sign", "backend.name=acme_mean", "action=plan", "output=json"
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    (group,) = plan["groups"]
+    assert group["choice"]["backend"] == "acme_mean"
+    assert [plane["key"] for t in group["tensors"] for plane in t["planes"]] == [
+        "k", "k.scale", "v", "v.scale",
+    ]  # fmt: skip
+    assert {"owner": "acme_mean", "what": "workspace scratch", "num_bytes": 4096} in plan["rows"]
+
+
+def test_third_party_plugins_run(installed: Path) -> None:
+    small = ["model.num_layers=2", "model.groups.full.layers=0-1", "workload.tokens=64"]
+    done = _run(installed, "model=qwen3_0_6b", "kv=acme_sign", "backend.name=acme_mean", *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_third_party_plugins_are_listed_with_their_origin(installed: Path) -> None:
+    done = _run(installed, "action=list", "output=json")
+    assert done.returncode == 0, done.stderr
+    assert "acme-kv" in done.stdout
+
+
+def test_each_plugin_takes_at_most_twenty_lines_to_use() -> None:
+    """The layout, format and backend blocks stay short enough to be copied."""
+    blocks = [text for name, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text()) if name == "acme_kv.py"]
+    code = [[line for line in text.splitlines() if line.strip()] for text in blocks]
+    assert len(code[0]) <= 20
+    assert all(len(lines) <= 32 for lines in code)
