@@ -1,0 +1,28 @@
+"""The truth on the host: which request owns which pages, state slots and rows."""
+
+from kvfactory.books.accept import PendingCounts
+from kvfactory.books.allocator import Allocator, Capacity, pages_of
+from kvfactory.books.books import Books
+from kvfactory.books.requests import Sequence
+from kvfactory.books.segments import Segment
+from kvfactory.books.shape import BooksShape, StateShape, TableShape
+from kvfactory.books.step import Committed, StateStep, StepRecord, TableStep
+from kvfactory.books.window import window_slots
+
+__all__ = [
+    "Allocator",
+    "Books",
+    "BooksShape",
+    "Capacity",
+    "Committed",
+    "PendingCounts",
+    "Segment",
+    "Sequence",
+    "StateShape",
+    "StateStep",
+    "StepRecord",
+    "TableShape",
+    "TableStep",
+    "pages_of",
+    "window_slots",
+]

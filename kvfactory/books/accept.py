@@ -1,0 +1,118 @@
+"""What a commit accepts: everything, counts, counts on the device, or paths of draft trees."""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+
+import numpy as np
+
+from kvfactory.books.batch import Batch
+from kvfactory.books.ids import Int64, Tokens, int64, ranges
+from kvfactory.errors import BooksError, Problem
+
+
+@runtime_checkable
+class PendingCounts(Protocol):
+    """Accepted counts that are still on their way from the device."""
+
+    def poll(self) -> Int64 | None:
+        """The counts int64 [batch] once they have landed, before that None; never waits."""
+
+
+Counts: TypeAlias = abc.Sequence[int] | Int64
+Paths: TypeAlias = abc.Sequence[abc.Sequence[int]]
+Accepted: TypeAlias = Counts | Paths | PendingCounts | None
+
+
+class Verdict(NamedTuple):
+    """``counts`` int64 [batch] accepted tokens, ``nodes`` int64 [accepted] their indices among
+    each sequence's own new tokens; None where these are simply the first ones.
+    """
+
+    counts: Tokens
+    nodes: Int64 | None
+
+
+def judge(batch: Batch, parents: Int64 | None, accepted: Counts | Paths | None) -> Verdict:
+    """What ``accepted`` means for a step; chains are trees of which each token has one child.
+
+    Raises:
+        BooksError: more tokens than the step has, or nodes that are not a path from the root.
+    """
+    paths = _paths(accepted)
+    if accepted is None:
+        counts, nodes = batch.counts, None
+    elif paths is None:
+        counts, nodes = int64(cast("Counts", accepted)), None
+    else:
+        counts = int64([len(path) for path in paths])
+        nodes = int64([node for path in paths for node in path])
+    check_counts(batch, counts)
+    if parents is None and nodes is None:
+        return Verdict(counts, None)
+    firsts = ranges(np.zeros_like(counts), counts)
+    nodes = firsts if nodes is None else nodes
+    _check_paths(batch, counts, nodes, firsts, parents)
+    return Verdict(counts, None if np.array_equal(nodes, firsts) else nodes)
+
+
+def check_counts(batch: Batch, counts: Tokens) -> None:
+    """Refuse counts int64 [batch] that the step cannot have.
+
+    Raises:
+        BooksError: a negative count, more than the step has, or not one for each sequence.
+    """
+    if counts is batch.counts:
+        return
+    if len(counts) != len(batch.counts):
+        need = f"{len(batch.counts)}, one for each sequence"
+        raise BooksError(Problem("accepted", f"{len(counts)} counts", need))
+    wrong = (counts < 0) | (counts > batch.counts)
+    if wrong.any():
+        raise BooksError(
+            *(
+                Problem(f"accepted[{b}]", f"{counts[b]}", f"0..{batch.counts[b]} tokens")
+                for b in wrong.nonzero()[0].tolist()
+            )
+        )
+
+
+def last_nodes(verdict: Verdict) -> Int64:
+    """Index of each sequence's last accepted token, int64 [batch], -1 for none."""
+    last = verdict.counts - 1
+    if verdict.nodes is None:
+        return last
+    ends = verdict.counts.cumsum() - 1
+    return np.where(last < 0, -1, verdict.nodes[np.maximum(ends, 0)])
+
+
+def _paths(accepted: Counts | Paths | None) -> Paths | None:
+    if accepted is None or isinstance(accepted, np.ndarray) or not len(accepted):
+        return None
+    return None if isinstance(accepted[0], int | np.integer) else cast("Paths", accepted)
+
+
+def _check_paths(
+    batch: Batch, counts: Tokens, nodes: Int64, ranks: Int64, parents: Int64 | None
+) -> None:
+    owners = np.repeat(np.arange(len(counts)), counts)
+    known = (nodes >= 0) & (nodes < batch.counts[owners])
+    before = np.where(ranks > 0, np.roll(nodes, 1), -1)
+    if parents is None:
+        above = nodes - 1
+    else:
+        inside = np.where(known, nodes, 0) + batch.q_indptr[owners]
+        above = parents[inside] if len(parents) else nodes - 1
+    wrong = ~known | (above != before)
+    if wrong.any():
+        raise BooksError(
+            *(
+                Problem(
+                    f"accepted[{b}]",
+                    str(nodes[owners == b].tolist()),
+                    "a path of the draft tree, from a root downwards",
+                )
+                for b in np.unique(owners[wrong]).tolist()
+            )
+        )

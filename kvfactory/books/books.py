@@ -1,0 +1,256 @@
+"""The books: who owns which page, slot and row. The truth on the host, of all tables at once."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvfactory.books import checks
+from kvfactory.books.accept import Accepted, PendingCounts, judge, last_nodes
+from kvfactory.books.allocator import Capacity
+from kvfactory.books.batch import depths_of
+from kvfactory.books.flight import Flights
+from kvfactory.books.ids import Int64, Tokens, frozen, int64
+from kvfactory.books.ledger import Ledger, require
+from kvfactory.books.requests import NewTokens, Sequence
+from kvfactory.books.segments import Segment, Segments
+from kvfactory.books.shape import BooksShape
+from kvfactory.books.step import Committed, StepRecord
+
+_NONE = np.zeros(0, np.int64)
+frozen(_NONE)
+
+
+class Books:
+    """Books over page tables and state tables.
+
+    Every operation happens in all tables or, when it raises, in none. Nothing here waits for a
+    device; counts that are still there are asked for at the beginning of each operation.
+    """
+
+    def __init__(self, shape: BooksShape) -> None:
+        self.shape = shape
+        self._ledger = Ledger(shape)
+        self._flights = Flights(shape.steps_in_flight)
+        self._segments = Segments()
+        self._leaving = _NONE
+
+    # ---- sequences ---------------------------------------------------------------------
+
+    def open(
+        self,
+        count: int,
+        prefix: Iterable[Segment] = (),
+        cross_tokens: abc.Sequence[int] = (),
+    ) -> list[Sequence]:
+        """Open ``count`` sequences that begin with the tokens of ``prefix``, segments from 0 on.
+
+        ``cross_tokens`` are the encoder tokens of each sequence, for which pages are reserved;
+        none behind a prefix, which brings the encoder tokens that it depends on.
+
+        Raises:
+            OutOfPages: rows, state slots or encoder pages are short; nothing is taken.
+            BooksError: a prefix that is released or has gaps; encoder tokens that do not fit.
+        """
+        self.settle()
+        chain = self._segments.chain(prefix)
+        cross = checks.encoder_tokens(self._ledger, count, chain, cross_tokens)
+        return self._ledger.requests.handles(self._ledger.admit(count, chain, cross))
+
+    def fork(self, sequence: Sequence, count: int) -> list[Sequence]:
+        """Open ``count`` sequences with the committed tokens of another, pages shared.
+
+        Raises:
+            OutOfPages: rows or state slots are short; nothing is taken.
+            BooksError: a stale handle; counts on their way; encoder tokens not yet written; or
+                an open step of it while there are state tables.
+        """
+        self.settle()
+        ledger = self._ledger
+        row = int(ledger.requests.resolve([sequence])[0])
+        tokens = int(ledger.requests.committed[row])
+        checks.fork(ledger, row, self._flights.awaits(row))
+        rows = ledger.admit(count, (ledger.view(row, 0, tokens),), _NONE)
+        ledger.requests.exposed[row] = True
+        return ledger.requests.handles(rows)
+
+    def close(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Close sequences: their handles are stale at once, their pages and slots return.
+
+        What an open step still writes to returns when that step is decided.
+
+        Raises:
+            BooksError: a stale or foreign handle; nothing is closed then.
+        """
+        self.settle()
+        rows = self._ledger.requests.resolve(sequences)
+        self._ledger.requests.retire(rows)
+        self._leaving = np.concatenate((self._leaving, rows))
+        self._leave()
+
+    def reset(self) -> None:
+        """Close everything, segments and open steps included. Generations do not go back."""
+        self._flights.reset()
+        self._segments.clear()
+        self._ledger.reset()
+        self._leaving = _NONE
+
+    # ---- steps -------------------------------------------------------------------------
+
+    def extend(
+        self,
+        sequences: abc.Sequence[Sequence],
+        new_tokens: NewTokens,
+        parents: Int64 | None = None,
+    ) -> StepRecord:
+        """Open a step that writes new tokens, so many for each sequence or the same for all.
+
+        ``parents`` int64 [tokens] make them draft trees: the parent of each token as an index
+        among the sequence's own new tokens, -1 for roots.
+
+        Raises:
+            OutOfPages: a problem for each table that is short; nothing is taken.
+            BooksError: stale handles, sequences past the end of their row, malformed trees, or
+                too many steps in flight.
+        """
+        self.settle()
+        self._flights.check_room()
+        ledger, requests = self._ledger, self._ledger.requests
+        batch = requests.batch(sequences, new_tokens)
+        tree = None if parents is None else int64(parents)
+        depths = None if tree is None else depths_of(batch, tree)
+        prefix = requests.reserved[batch.rows]
+        lengths = prefix + batch.counts
+        checks.lengths(ledger, lengths)
+        settled = requests.committed[batch.rows] == prefix
+        stored = batch.after(prefix)
+        tails = requests.tails(batch, settled)
+        needs = ledger.growths(batch.of_tokens(batch.rows), stored, tails)
+        requests.reserve(batch, lengths, tails)
+        tables = {
+            name: table.step(batch.rows, lengths, table.grow(*need))
+            for (name, table), need in zip(ledger.tables.items(), needs, strict=True)
+        }
+        for name, encoder in ledger.encoders.items():
+            tables[name] = encoder.step(batch.rows)
+        states = {name: state.step(batch.rows) for name, state in ledger.states.items()}
+        positions = stored if depths is None else batch.of_tokens(prefix) + depths
+        record = StepRecord(
+            self._flights.serial,
+            batch.rows32,
+            batch.q_indptr,
+            prefix,
+            lengths,
+            positions,
+            settled,
+            tree,
+            tables,
+            states,
+        )
+        self._flights.start(record, batch)
+        return record
+
+    def commit(self, step: StepRecord, accepted: Accepted = None) -> Committed:
+        """Decide the oldest open step: which of its tokens stay.
+
+        ``accepted``: None for all; counts [batch], the first tokens of each sequence; paths
+        [batch] of nodes in its draft tree, whose tokens ``moves`` brings to the front; or counts
+        still on the device, which the first later call that finds them there puts into effect.
+        Rejected pages return, and so do those that left a window.
+
+        Raises:
+            BooksError: not the oldest open step; counts or paths that it cannot have; paths
+                while an earlier step's counts are on their way.
+        """
+        self.settle()
+        flight = self._flights.open(step)
+        if accepted is not None and isinstance(accepted, PendingCounts):
+            flight.accepted = accepted
+            return Committed(None, None, {})
+        verdict = judge(flight.batch, step.parents, accepted)
+        if verdict.nodes is not None:
+            self._flights.check_next(flight)
+        moves = self._ledger.moves(flight.batch, verdict)
+        flight.accepted = verdict.counts
+        self.settle()
+        return Committed(verdict.counts, last_nodes(verdict), moves)
+
+    def settle(self) -> None:
+        """Put into effect what committed steps accepted, as far as their counts have landed."""
+        while decided := self._flights.decided():
+            self._ledger.decide(*decided)
+            if self._leaving.size:
+                self._leave()
+
+    # ---- segments ----------------------------------------------------------------------
+
+    def hold(self, sequence: Sequence, tokens: int, start: int = 0) -> Segment:
+        """Own the committed tokens [start, tokens) of a sequence beyond its life.
+
+        State tables give the segment a slot of its own; the copy into it is due with the next
+        step, or when ``copies`` is asked.
+
+        Raises:
+            OutOfPages: state slots are short; nothing is taken.
+            BooksError: a stale handle; tokens that are not committed, or have left a window or
+                chunk that a query at ``tokens`` sees; a state that is not exactly there.
+        """
+        self.settle()
+        ledger = self._ledger
+        row = int(ledger.requests.resolve([sequence])[0])
+        checks.hold(ledger, row, start, tokens)
+        require(*((state.slots, 1) for state in ledger.states.values()))
+        view = ledger.view(row, start, tokens)
+        for name, table in ledger.page_tables.items():
+            table.pages.share(view.parts[name].pages)
+        slots = {name: state.duplicate(row) for name, state in ledger.states.items()}
+        ledger.requests.exposed[row] = True
+        return self._segments.add(Segment(start, tokens, view.parts, slots, view.cross_tokens))
+
+    def release(self, segment: Segment) -> None:
+        """Give up a segment; pages that nobody else owns return.
+
+        Raises:
+            BooksError: the segment was released before, or is none of ours.
+        """
+        self.settle()
+        self._segments.remove(segment)
+        for name, table in self._ledger.page_tables.items():
+            table.pages.give(segment.parts[name].pages)
+        for name, state in self._ledger.states.items():
+            state.give(int64([segment.slots[name]]))
+
+    def copies(self) -> dict[str, Int64]:
+        """State copies due now, by table: (source slot, destination slot) int64 [n, 2].
+
+        For clients that read a held segment before the next step, which then has them no more.
+        """
+        return {name: state.copies() for name, state in self._ledger.states.items()}
+
+    # ---- what there is -----------------------------------------------------------------
+
+    def capacity(self) -> dict[str, Capacity]:
+        """Free, held and total, by path: ``requests``, ``tables.NAME``, ``states.NAME``."""
+        self.settle()
+        return self._ledger.capacity()
+
+    def committed(self, sequences: abc.Sequence[Sequence]) -> Tokens:
+        """Decided tokens of each sequence, int64 [batch].
+
+        Raises:
+            BooksError: a stale or foreign handle.
+        """
+        self.settle()
+        requests = self._ledger.requests
+        return requests.committed[requests.resolve(sequences)]
+
+    def rows(self, table: str) -> Int64:
+        """What the device table must hold after all updates, int64 [rows, row_pages], read only."""
+        return self._ledger.page_tables[table].view()
+
+    def _leave(self) -> None:
+        busy = self._flights.touch(self._leaving)
+        self._ledger.vacate(self._leaving[~busy])
+        self._leaving = self._leaving[busy]

@@ -1,0 +1,112 @@
+"""What an operation on the books presupposes; each check names everything that is wrong."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvfactory.books.ids import Tokens, int64
+from kvfactory.books.ledger import Ledger
+from kvfactory.books.segments import Segment
+from kvfactory.errors import BooksError, Problem
+
+
+def encoder_tokens(
+    ledger: Ledger, count: int, chain: tuple[Segment, ...], given: abc.Sequence[int]
+) -> Tokens:
+    """The encoder tokens that ``count`` new sequences have to reserve, int64 [count].
+
+    Raises:
+        BooksError: not one number for each sequence, more than a row holds, or another number
+            than the prefix depends on.
+    """
+    tokens = int64(given)
+    problems = []
+    if len(tokens) not in (0, count):
+        problems.append(Problem("cross_tokens", f"{len(tokens)} numbers", f"0 or {count}"))
+    inherited = chain[-1].cross_tokens if chain else 0
+    if inherited and (tokens != inherited).any():
+        need = f"none, or the prefix's own {inherited}"
+        problems.append(Problem("cross_tokens", str(tokens.tolist()), need))
+    if ((tokens < 0) | (tokens > ledger.encoder_tokens)).any():
+        need = f"0..{ledger.encoder_tokens} encoder tokens"
+        problems.append(Problem("cross_tokens", str(tokens.tolist()), need))
+    if problems:
+        raise BooksError(*problems)
+    return tokens if len(tokens) and not inherited else np.zeros(count, np.int64)
+
+
+def lengths(ledger: Ledger, tokens: Tokens) -> None:
+    """Refuse sequences of more ``tokens`` int64 [batch] than a row holds.
+
+    Raises:
+        BooksError: one problem for each such sequence.
+    """
+    limit = ledger.row_tokens
+    over = tokens > limit
+    if np.count_nonzero(over):
+        raise BooksError(
+            *(
+                Problem(
+                    f"new_tokens[{index}]",
+                    f"a sequence of {tokens[index]} tokens",
+                    f"at most {limit}",
+                    f"workload.tokens={tokens[index]}",
+                )
+                for index in over.nonzero()[0].tolist()
+            )
+        )
+
+
+def fork(ledger: Ledger, row: int, awaited: bool) -> None:
+    """Refuse to fork a row whose tokens are not all known and written.
+
+    Raises:
+        BooksError: why not.
+    """
+    problems = list(_unwritten(ledger, row))
+    if awaited:
+        got = "a sequence whose accepted counts are on the device"
+        problems.append(Problem("sequence", got, "counts that have landed"))
+    if ledger.requests.committed[row] < ledger.requests.reserved[row]:
+        problems += [
+            Problem(f"states.{name}", "a state that an open step writes", "no open step", "commit")
+            for name in ledger.states
+        ]
+    if problems:
+        raise BooksError(*problems)
+
+
+def hold(ledger: Ledger, row: int, start: int, stop: int) -> None:
+    """Refuse to hold tokens [start, stop) of a row from which nobody could go on.
+
+    Raises:
+        BooksError: why not.
+    """
+    committed, reserved = ledger.requests.committed[row], ledger.requests.reserved[row]
+    problems = list(_unwritten(ledger, row))
+    if not 0 <= start < stop <= committed:
+        need = f"0 <= start < stop <= {committed}, the committed tokens"
+        problems.append(Problem("tokens", f"[{start}, {stop})", need))
+    for table in ledger.tables.values():
+        needed = max(start, table.shape.lifetime.first_visible(stop))
+        owned = table.owned_from(row)
+        if owned > needed:
+            got = f"a sequence whose pages before token {owned} are released"
+            problems.append(Problem(table.path, got, f"token {needed} for a query at {stop}"))
+    if not stop == committed == reserved:
+        problems += [
+            Problem(f"states.{name}", f"a state after {committed} tokens", f"{stop}, none open")
+            for name in ledger.states
+        ]
+    if problems:
+        raise BooksError(*problems)
+
+
+def _unwritten(ledger: Ledger, row: int) -> Iterator[Problem]:
+    for encoder in ledger.encoders.values():
+        if not encoder.is_written(row):
+            need = "a committed step that wrote them"
+            yield Problem(encoder.table.path, "encoder tokens not yet written", need)

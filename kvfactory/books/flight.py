@@ -1,0 +1,106 @@
+"""Steps in flight: extended, and not yet decided. They are committed and decided in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvfactory.books.accept import PendingCounts, check_counts
+from kvfactory.books.batch import Batch
+from kvfactory.books.ids import Bool, Rows, Tokens, int64
+from kvfactory.books.step import StepRecord
+from kvfactory.errors import BooksError, Problem
+
+
+@dataclass
+class Flight:
+    """A step in flight. ``accepted`` is None while it is open."""
+
+    record: StepRecord
+    batch: Batch
+    accepted: Tokens | PendingCounts | None = None
+
+    def landed(self) -> Tokens | None:
+        """The accepted counts int64 [batch], None while the step is open or they are on their way.
+
+        Raises:
+            BooksError: the device counted tokens that the step does not have.
+        """
+        if self.accepted is None or isinstance(self.accepted, np.ndarray):
+            return self.accepted
+        counts = self.accepted.poll()
+        if counts is None:
+            return None
+        counts = int64(counts)
+        check_counts(self.batch, counts)
+        return counts
+
+
+class Flights:
+    """The steps in flight, oldest first, at most ``limit`` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.serial = 0
+        self._queue: deque[Flight] = deque()
+
+    def check_room(self) -> None:
+        """Refuse one step too many.
+
+        Raises:
+            BooksError: ``limit`` steps are undecided.
+        """
+        if len(self._queue) >= self.limit:
+            got = f"{len(self._queue)} steps whose outcome is open"
+            fix = "commit the oldest step first, or raise engine.steps_in_flight"
+            raise BooksError(Problem("extend", got, f"fewer than {self.limit}", fix))
+
+    def start(self, record: StepRecord, batch: Batch) -> None:
+        """Add the newest step."""
+        self.serial += 1
+        self._queue.append(Flight(record, batch))
+
+    def open(self, record: StepRecord) -> Flight:
+        """The oldest step that is not committed, which ``record`` must be.
+
+        Raises:
+            BooksError: ``record`` is committed already, not the oldest, or none of ours.
+        """
+        oldest = next((flight for flight in self._queue if flight.accepted is None), None)
+        if oldest is None or oldest.record is not record:
+            need = f"step {oldest.record.serial}" if oldest else "an open step"
+            raise BooksError(Problem("step", f"step {record.serial}", need, "commit in order"))
+        return oldest
+
+    def check_next(self, flight: Flight) -> None:
+        """Refuse paths where the sequences' lengths are not known yet.
+
+        Raises:
+            BooksError: the counts of an earlier step are still on their way.
+        """
+        if self._queue[0] is not flight:
+            got = "paths while the counts of an earlier step are on the device"
+            raise BooksError(Problem("accepted", got, "counts, or commit when those have landed"))
+
+    def awaits(self, row: int) -> bool:
+        """Whether counts of ``row`` are on their way from the device."""
+        committed = [flight for flight in self._queue if flight.accepted is not None]
+        return any(row in flight.batch.rows for flight in committed)
+
+    def decided(self) -> tuple[Batch, Tokens] | None:
+        """Take the oldest step off the queue if its outcome is known: its batch and counts."""
+        counts = self._queue[0].landed() if self._queue else None
+        return None if counts is None else (self._queue.popleft().batch, counts)
+
+    def touch(self, rows: Rows) -> Bool:
+        """Which of ``rows`` some step in flight covers, bool [n]."""
+        found = np.zeros(len(rows), np.bool_)
+        for flight in self._queue:
+            found |= np.isin(rows, flight.batch.rows)
+        return found
+
+    def reset(self) -> None:
+        """Forget all steps; their records cannot be committed any more."""
+        self._queue.clear()

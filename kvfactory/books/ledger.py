@@ -1,0 +1,174 @@
+"""All tables of a cache together: what one row, or one step, means to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvfactory.books.accept import Verdict
+from kvfactory.books.allocator import Allocator, Capacity
+from kvfactory.books.batch import Batch
+from kvfactory.books.encoder import EncoderTable
+from kvfactory.books.ids import SINK, Cells, Int64, Rows, Tokens, ranges
+from kvfactory.books.requests import Requests
+from kvfactory.books.segments import Segment
+from kvfactory.books.shape import BooksShape
+from kvfactory.books.states import StateTable
+from kvfactory.books.table import NO_COPIES, Grid, PageTable, grid_of
+from kvfactory.errors import OutOfPages
+
+_FIX = "close or release something, or raise memory.budget"
+_NO_CELLS = np.zeros(0, np.int64)
+
+
+def require(*wanted: tuple[Allocator, int]) -> None:
+    """Check that every allocator has as many free ids as are wanted of it.
+
+    Raises:
+        OutOfPages: a problem for each one that is short.
+    """
+    short = [allocator.shortage(count, _FIX) for allocator, count in wanted]
+    problems = [problem for problem in short if problem]
+    if problems:
+        raise OutOfPages(*problems)
+
+
+class Ledger:
+    """Rows, page tables, encoder tables and state tables, kept in step with one another."""
+
+    def __init__(self, shape: BooksShape) -> None:
+        rows = shape.max_requests + 1
+        encoders = [table for table in shape.tables if table.lifetime.name == "encoder"]
+        others = [table for table in shape.tables if table.lifetime.name != "encoder"]
+        self.requests = Requests(shape.max_requests)
+        self.tables = {table.name: PageTable(table, rows) for table in others}
+        self.encoders = {table.name: EncoderTable(table, rows) for table in encoders}
+        self.states = {state.name: StateTable(state, rows) for state in shape.states}
+        self.row_tokens = min((table.row_tokens for table in others), default=2**62)
+        self.encoder_tokens = min((table.row_tokens for table in encoders), default=0)
+
+    @property
+    def page_tables(self) -> dict[str, PageTable]:
+        """All page tables, the encoders' included."""
+        return self.tables | {name: encoder.table for name, encoder in self.encoders.items()}
+
+    @property
+    def allocators(self) -> list[Allocator]:
+        """Everything that hands out ids."""
+        pages = [table.pages for table in self.page_tables.values()]
+        return [self.requests.rows, *pages, *(state.slots for state in self.states.values())]
+
+    def capacity(self) -> dict[str, Capacity]:
+        """What is free and held, by path: ``requests``, ``tables.NAME``, ``states.NAME``."""
+        return {allocator.path: allocator.capacity for allocator in self.allocators}
+
+    # ---- rows --------------------------------------------------------------------------
+
+    def admit(self, count: int, chain: tuple[Segment, ...], cross_tokens: Tokens) -> Rows:
+        """Open rows behind a chain of segments, each with new encoder tokens of its own.
+
+        Raises:
+            OutOfPages: rows, state slots or encoder pages are short; nothing is taken then.
+        """
+        tokens = chain[-1].stop if chain else 0
+        encoders = [(e.table.pages, e.pages_for(cross_tokens)) for e in self.encoders.values()]
+        slots = [(state.slots, count) for state in self.states.values()]
+        require((self.requests.rows, count), *encoders, *slots)
+        rows = self.requests.admit(count, tokens)
+        for name, table in self.tables.items():
+            table.adopt(rows, [segment.parts[name] for segment in chain], tokens)
+        for name, encoder in self.encoders.items():
+            if cross_tokens.any():
+                encoder.reserve(rows, cross_tokens)
+            elif chain:
+                encoder.adopt(rows, chain[-1].parts[name], chain[-1].cross_tokens)
+        for name, state in self.states.items():
+            state.assign(rows, chain[-1].slots[name] if chain else SINK)
+        return rows
+
+    def vacate(self, rows: Rows) -> None:
+        """Return everything that retired rows hold."""
+        for table in self.tables.values():
+            table.vacate(rows, self.requests.reserved[rows])
+        for encoder in self.encoders.values():
+            encoder.vacate(rows)
+        for state in self.states.values():
+            state.vacate(rows)
+        self.requests.vacate(rows)
+
+    def view(self, row: int, start: int, stop: int) -> Segment:
+        """Tokens [start, stop) of a row, with the row's own pages and state slots."""
+        parts = {name: table.part(row, start, stop) for name, table in self.tables.items()}
+        cross_tokens = 0
+        for name, encoder in self.encoders.items():
+            cross_tokens = int(encoder.tokens[row])
+            parts[name] = encoder.table.part(row, 0, cross_tokens)
+        slots = {name: state.source(row) for name, state in self.states.items()}
+        return Segment(start, stop, parts, slots, cross_tokens)
+
+    def reset(self) -> None:
+        """Return everything that anybody holds; generations stay."""
+        rows = self.requests.rows.owners.nonzero()[0]
+        self.requests.retire_all()
+        self.vacate(rows)
+        for state in self.states.values():
+            state.copies()
+        for allocator in self.allocators:
+            allocator.reset()
+
+    # ---- steps -------------------------------------------------------------------------
+
+    def growths(self, rows: Rows, positions: Int64, tails: Int64) -> list[tuple[Grid, Cells]]:
+        """What each table needs for new tokens at ``positions`` int64 [tokens] of ``rows``.
+
+        ``tails`` are the tokens that may fall on a page with other owners.
+
+        Raises:
+            OutOfPages: a problem for each table that is short.
+        """
+        grids: dict[tuple[int, int], Grid] = {}
+        needs = []
+        for table in self.tables.values():
+            key = table.shape.page_tokens, table.shape.row_pages
+            if key not in grids:
+                grids[key] = grid_of(rows, positions, table.shape)
+            shared = table.shared_tails(grids[key], tails) if tails.size else _NO_CELLS
+            needs.append((grids[key], shared))
+        tables = self.tables.values()
+        for table, (grid, shared) in zip(tables, needs, strict=True):
+            if len(grid.opens) + len(shared) > table.pages.free:
+                break
+        else:
+            return needs
+        counts = [len(grid.opens) + len(shared) for grid, shared in needs]
+        require(*zip((table.pages for table in tables), counts, strict=True))
+        return needs
+
+    def decide(self, batch: Batch, accepted: Tokens) -> None:
+        """Settle a step of which ``accepted`` int64 [batch] tokens stay."""
+        requests, rows = self.requests, batch.rows
+        requests.committed[rows] = committed = requests.committed[rows] + accepted
+        if accepted is not batch.counts:
+            reserved = requests.reserved[rows]
+            requests.reserved[rows] = kept = reserved - batch.counts + accepted
+            for table in self.tables.values():
+                table.cut(rows, reserved, kept)
+        for table in self.tables.values():
+            table.age(rows, committed)
+        for encoder in self.encoders.values():
+            encoder.commit(rows)
+
+    def moves(self, batch: Batch, verdict: Verdict) -> Mapping[str, Int64]:
+        """The slot moves that bring the accepted nodes of a decided step to the front."""
+        if verdict.nodes is None:
+            return dict.fromkeys(self.tables, NO_COPIES)
+        ranks = ranges(np.zeros_like(verdict.counts), verdict.counts)
+        moved = (verdict.nodes != ranks).nonzero()[0]
+        rows = np.repeat(batch.rows, verdict.counts)[moved]
+        front = self.requests.committed[rows]
+        sources, targets = front + verdict.nodes[moved], front + ranks[moved]
+        return {
+            name: np.stack((table.slots_at(rows, sources), table.slots_at(rows, targets)), axis=1)
+            for name, table in self.tables.items()
+        }

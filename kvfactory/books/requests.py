@@ -1,0 +1,131 @@
+"""Request rows: who holds one, how long its sequence is, and handles that go stale."""
+
+from __future__ import annotations
+
+from collections import abc
+from itertools import chain
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvfactory.books.allocator import Allocator
+from kvfactory.books.batch import Batch, batch_of
+from kvfactory.books.ids import Bool, Int64, Rows, Tokens, int64
+from kvfactory.errors import BooksError, Problem
+
+NewTokens: TypeAlias = int | abc.Sequence[int] | Int64
+_NONE = np.zeros(0, np.int64)
+
+
+class Sequence(NamedTuple):
+    """A handle of an open sequence; it goes stale when the sequence is closed."""
+
+    row: int
+    generation: int
+
+
+class Requests:
+    """The rows of all sequences.
+
+    ``committed`` int64 [rows]: tokens that are there in every outcome of the open steps.
+    ``reserved`` int64 [rows]: tokens there would be if all open steps were accepted whole.
+    ``exposed`` bool [rows]: the last page may have other owners, look before writing to it.
+
+    A row's generation is odd while the row is open, and never goes back.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        num_rows = max_requests + 1
+        self.num_rows = num_rows
+        self.rows = Allocator(num_rows, "requests")
+        self.committed = np.zeros(num_rows, np.int64)
+        self.reserved = np.zeros(num_rows, np.int64)
+        self.exposed = np.zeros(num_rows, np.bool_)
+        self._generation = np.zeros(num_rows, np.int64)
+        self._last: tuple[list[Sequence], int | list[int], Batch] | None = None
+
+    def admit(self, count: int, tokens: int) -> Rows:
+        """Fresh rows of ``tokens`` committed tokens. The caller asked for room."""
+        rows = self.rows.take(count)
+        self._generation[rows] += 1
+        self.committed[rows] = self.reserved[rows] = tokens
+        self.exposed[rows] = tokens > 0
+        return rows
+
+    def handles(self, rows: Rows) -> list[Sequence]:
+        """The handles of open rows."""
+        return [
+            Sequence(row, generation)
+            for row, generation in zip(rows.tolist(), self._generation[rows].tolist(), strict=True)
+        ]
+
+    def resolve(self, sequences: abc.Sequence[Sequence]) -> Rows:
+        """The rows of open sequences, int64 [batch].
+
+        Raises:
+            BooksError: a stale or foreign handle, or one that is named twice.
+        """
+        pairs = int64(chain.from_iterable(sequences)).reshape(-1, 2)
+        rows, generations = pairs[:, 0].copy(), pairs[:, 1]
+        inside = (rows > 0) & (rows < self.num_rows)
+        known = self._generation[np.where(inside, rows, 0)]
+        stale = ~inside | (known != generations) | (generations % 2 == 0)
+        if stale.any():
+            raise BooksError(*(_stale(sequences, index) for index in stale.nonzero()[0].tolist()))
+        if len(set(sequences)) < len(sequences):
+            raise BooksError(Problem("sequences", "a sequence named twice", "each one once"))
+        return rows
+
+    def batch(self, sequences: abc.Sequence[Sequence], new_tokens: NewTokens) -> Batch:
+        """The batch of a step; the last one is kept, since decode steps repeat it.
+
+        Raises:
+            BooksError: as ``resolve`` and ``batch_of``.
+        """
+        sequences = list(sequences)
+        if not isinstance(new_tokens, int):
+            array = isinstance(new_tokens, np.ndarray)
+            new_tokens = new_tokens.tolist() if array else list(new_tokens)
+        if self._last and self._last[0] == sequences and self._last[1] == new_tokens:
+            return self._last[2]
+        batch = batch_of(self.resolve(sequences), new_tokens)
+        self._last = sequences, new_tokens, batch
+        return batch
+
+    def tails(self, batch: Batch, settled: Bool) -> Int64:
+        """The new tokens that may fall on a page with other owners: int64 [n], indices.
+
+        Where an earlier step of the sequence is open, that step has the page to write to already;
+        whoever came to own it since shares only committed tokens, which nobody writes again.
+        """
+        exposed = self.exposed[batch.rows]
+        if not np.count_nonzero(exposed):
+            return _NONE
+        writers = exposed & settled & (batch.counts > 0)
+        return batch.q_indptr[:-1][writers].astype(np.int64)
+
+    def reserve(self, batch: Batch, lengths: Tokens, tails: Int64) -> None:
+        """Enter the lengths int64 [batch] after a step; the pages of ``tails`` are its own now."""
+        self.reserved[batch.rows] = lengths
+        if tails.size:
+            self.exposed[batch.of_tokens(batch.rows)[tails]] = False
+
+    def retire(self, rows: Rows) -> None:
+        """Make the handles of open rows stale; the rows themselves stay taken."""
+        self._generation[rows] += 1
+        self._last = None
+
+    def retire_all(self) -> None:
+        """Make all handles stale."""
+        self.retire((self._generation % 2).nonzero()[0])
+
+    def vacate(self, rows: Rows) -> None:
+        """Return retired rows."""
+        self.committed[rows] = self.reserved[rows] = 0
+        self.exposed[rows] = False
+        self.rows.give(rows)
+
+
+def _stale(sequences: abc.Sequence[Sequence], index: int) -> Problem:
+    path = f"sequences[{index}]"
+    return Problem(path, str(tuple(sequences[index])), "the handle of an open sequence")

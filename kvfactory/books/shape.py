@@ -1,0 +1,45 @@
+"""What the books keep account of: pure numbers, no memory behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvfactory.kinds import Lifetime
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """A page table: the pages of all groups with one lifetime and one page size.
+
+    ``num_pages`` counts page 0, the sink. ``row_pages`` is the width of a device row: the most
+    tokens of one request over ``page_tokens``, rounded up, rejected drafts in flight included.
+    """
+
+    name: str
+    lifetime: Lifetime
+    page_tokens: int
+    num_pages: int
+    row_pages: int
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens that a row can address."""
+        return self.row_pages * self.page_tokens
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """A table of recurrent states, one slot a request. ``num_slots`` counts slot 0, the sink."""
+
+    name: str
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class BooksShape:
+    """All tables of a cache. ``max_requests`` are the rows beside row 0, the sink."""
+
+    tables: tuple[TableShape, ...]
+    states: tuple[StateShape, ...]
+    max_requests: int
+    steps_in_flight: int

@@ -1,0 +1,214 @@
+"""One page table: which page holds which tokens of which row, and which entries changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvfactory.books.allocator import Allocator
+from kvfactory.books.ids import (
+    SINK,
+    Cells,
+    Columns,
+    Int32,
+    Int64,
+    Pages,
+    Positions,
+    Rows,
+    Slots,
+    Tokens,
+    frozen,
+    ranges,
+)
+from kvfactory.books.shape import TableShape
+from kvfactory.books.step import TableStep
+from kvfactory.kinds import Lifetime, ceil_div
+
+NO_COPIES = np.zeros((0, 2), np.int64)
+
+
+class Grid(NamedTuple):
+    """Where the new tokens of a step fall; the same for all tables of one page size.
+
+    ``cells`` and ``offsets`` int64 [tokens]: the table entry and the place in its page. ``opens``
+    int64 [n]: the tokens at offset 0, each of which needs a new page.
+    """
+
+    cells: Cells
+    offsets: Int64
+    opens: Int64
+
+
+class Part(NamedTuple):
+    """A run of pages: ``pages[i]`` int64 [n] holds the tokens of column ``first + i``."""
+
+    first: int
+    pages: Pages
+
+
+def grid_of(rows: Rows, positions: Positions, shape: TableShape) -> Grid:
+    """The grid of new tokens at ``positions`` int64 [tokens] of ``rows`` int64 [tokens]."""
+    columns = positions // shape.page_tokens
+    offsets = positions - columns * shape.page_tokens
+    return Grid(rows * shape.row_pages + columns, offsets, (offsets == 0).nonzero()[0])
+
+
+def first_visible(lifetime: Lifetime, positions: Positions) -> Positions:
+    """``Lifetime.first_visible`` of many positions; below 0 where nothing is out of sight."""
+    if lifetime.name == "window":
+        return positions - (lifetime.tokens - 1)
+    if lifetime.name == "chunk":
+        return positions - positions % lifetime.tokens
+    return np.zeros_like(positions)
+
+
+class PageTable:
+    """The rows of one table. A row owns the pages of columns ``first[row]`` .. its last token's.
+
+    ``cells`` int64 [rows * row_pages] are the rows end to end, the sink where nothing is owned.
+    """
+
+    def __init__(self, shape: TableShape, num_rows: int) -> None:
+        self.shape = shape
+        self.path = f"tables.{shape.name}"
+        self.pages = Allocator(shape.num_pages, self.path)
+        self.cells = np.zeros(num_rows * shape.row_pages, np.int64)
+        self.first = np.zeros(num_rows, np.int64)
+        self._ages = shape.lifetime.name in ("window", "chunk")
+        self._changed: list[Cells] = []
+
+    # ---- growing -----------------------------------------------------------------------
+
+    def shared_tails(self, grid: Grid, tokens: Int64) -> Cells:
+        """Entries to copy before ``tokens`` (indices into the grid) are written.
+
+        Those are partial pages with several owners; the last of several writers keeps the page.
+        """
+        cells = grid.cells[tokens[grid.offsets[tokens] > 0]]
+        owners: dict[int, int] = {}
+        copied = []
+        for cell, page in zip(cells.tolist(), self.cells[cells].tolist(), strict=True):
+            left = owners.get(page, int(self.pages.owners[page]))
+            if left > 1:
+                copied.append(cell)
+            owners[page] = left - 1
+        return np.array(copied, np.int64)
+
+    def grow(self, grid: Grid, shared: Cells) -> tuple[Slots, Int64]:
+        """Take the pages that new tokens need: their write slots and the page copies to make."""
+        copies = self._copy(shared) if shared.size else NO_COPIES
+        if grid.opens.size:
+            opened = grid.cells[grid.opens]
+            self._set(opened, self.pages.take(len(opened)))
+        return self.cells[grid.cells] * self.shape.page_tokens + grid.offsets, copies
+
+    def reserve(self, rows: Rows, tokens: Tokens) -> None:
+        """Pages for the first ``tokens`` tokens of fresh rows. The caller asked for room."""
+        counts = ceil_div_all(tokens, self.shape.page_tokens)
+        cells = ranges(rows * self.shape.row_pages, counts)
+        self._set(cells, self.pages.take(len(cells)))
+
+    def step(self, rows: Rows, lengths: Tokens, grown: tuple[Slots, Int64]) -> TableStep:
+        """The record of a step over ``rows``, whose changes are reported herewith."""
+        first_page = self.first[rows].astype(np.int32)
+        return TableStep(grown[0], lengths, grown[1], self.updates(), first_page)
+
+    def updates(self) -> Int32:
+        """What changed since the last call: (row, column, page) int32 [n, 3]."""
+        changed, self._changed = self._changed, []
+        if not changed:
+            return np.zeros((0, 3), np.int32)
+        cells = np.concatenate(changed) if len(changed) > 1 else changed[0]
+        rows = cells // self.shape.row_pages
+        columns = cells - rows * self.shape.row_pages
+        return np.array((rows, columns, self.cells[cells]), np.int32).T
+
+    # ---- shrinking ---------------------------------------------------------------------
+
+    def age(self, rows: Rows, committed: Tokens) -> None:
+        """Release what no query at position ``committed`` or later can see."""
+        if not self._ages:
+            return
+        visible = first_visible(self.shape.lifetime, committed) // self.shape.page_tokens
+        first = self.first[rows]
+        behind = (visible > first).nonzero()[0]
+        if behind.size:
+            rows, first, visible = rows[behind], first[behind], visible[behind]
+            self._drop(rows, first, visible)
+            self.first[rows] = visible
+
+    def cut(self, rows: Rows, tokens: Tokens, keep: Tokens) -> None:
+        """Shorten rows of ``tokens`` to ``keep`` tokens: the pages of the tail return."""
+        stop = ceil_div_all(tokens, self.shape.page_tokens)
+        start = ceil_div_all(keep, self.shape.page_tokens)
+        cut = (start < stop).nonzero()[0]
+        if cut.size:
+            self._drop(rows[cut], start[cut], stop[cut])
+
+    def vacate(self, rows: Rows, tokens: Tokens) -> None:
+        """Release all pages of rows of ``tokens`` tokens."""
+        self._drop(rows, self.first[rows], ceil_div_all(tokens, self.shape.page_tokens))
+        self.first[rows] = 0
+
+    # ---- sharing -----------------------------------------------------------------------
+
+    def owned_from(self, row: int) -> int:
+        """The first position whose page the row still owns."""
+        return int(self.first[row]) * self.shape.page_tokens
+
+    def part(self, row: int, start: int, stop: int) -> Part:
+        """The pages of tokens start .. stop - 1 that a query at ``stop`` can see."""
+        page_tokens = self.shape.page_tokens
+        first = max(start, self.shape.lifetime.first_visible(stop)) // page_tokens
+        base = row * self.shape.row_pages
+        last = ceil_div(stop, page_tokens)
+        return Part(first, self.cells[base + first : base + last].copy())
+
+    def adopt(self, rows: Rows, parts: Iterable[Part], tokens: int) -> None:
+        """Give fresh ``rows`` the first ``tokens`` tokens of a chain, whose later parts win."""
+        page_tokens = self.shape.page_tokens
+        first = self.shape.lifetime.first_visible(tokens) // page_tokens
+        line = np.zeros(ceil_div(tokens, page_tokens), np.int64)
+        for part in parts:
+            line[part.first : part.first + len(part.pages)] = part.pages
+        columns = np.arange(first, len(line))
+        self.pages.share(line[first:], times=len(rows))
+        self.first[rows] = first
+        cells = (rows[:, None] * self.shape.row_pages + columns).ravel()
+        self._set(cells, np.tile(line[first:], len(rows)))
+
+    def view(self) -> Int64:
+        """All rows, int64 [rows, row_pages], read only."""
+        rows = self.cells.reshape(len(self.first), self.shape.row_pages)
+        frozen(rows)
+        return rows
+
+    # ---- entries -----------------------------------------------------------------------
+
+    def slots_at(self, rows: Rows, positions: Positions) -> Slots:
+        """The slots of ``positions`` int64 [n] of ``rows`` int64 [n]."""
+        grid = grid_of(rows, positions, self.shape)
+        return self.cells[grid.cells] * self.shape.page_tokens + grid.offsets
+
+    def _copy(self, cells: Cells) -> Int64:
+        old, new = self.cells[cells], self.pages.take(len(cells))
+        self._set(cells, new)
+        self.pages.give(old)
+        return np.stack((old, new), axis=1)
+
+    def _set(self, cells: Cells, pages: Pages) -> None:
+        self.cells[cells] = pages
+        self._changed.append(cells)
+
+    def _drop(self, rows: Rows, start: Columns, stop: Columns) -> None:
+        cells = ranges(rows * self.shape.row_pages + start, stop - start)
+        self.pages.give(self.cells[cells])
+        self.cells[cells] = SINK
+        self._changed.append(cells)
+
+
+def ceil_div_all(tokens: Tokens, page_tokens: int) -> Columns:
+    """Pages of each number of tokens, int64 [n]."""
+    return -(-tokens // page_tokens)
