@@ -1,6 +1,24 @@
 """Pools: one implementation of every operation over all planes, whatever the layout and format."""
 
+from kvfactory.pools.image import PageImage
 from kvfactory.pools.ops import Keep, MakeOps, Ops
+from kvfactory.pools.pool import PlaneBytes, Pool
+from kvfactory.pools.torch_ops import TorchOps
+from kvfactory.pools.transfer import Copy, Manifest, Region, copies
 from kvfactory.pools.views import GroupViews, group_views
 
-__all__ = ["GroupViews", "Keep", "MakeOps", "Ops", "group_views"]
+__all__ = [
+    "Copy",
+    "GroupViews",
+    "Keep",
+    "MakeOps",
+    "Manifest",
+    "Ops",
+    "PageImage",
+    "PlaneBytes",
+    "Pool",
+    "Region",
+    "TorchOps",
+    "copies",
+    "group_views",
+]

@@ -36,13 +36,16 @@ class TorchOps:
     ) -> None:
         """Encode ``rows`` (tensor name -> float [n, *axes]) and store them at ``slots``."""
         chosen = self._kept(slots, self._views.num_slots, keep)
+        encoded: dict[str, Tensor] = {}
         for tensor in self._tensors.values():
             constants = self._views.layer_constants(tensor.name, layer_index)
             codec = self._views.codecs[tensor.name]
             parts = codec.encode(tensor.logical, chosen.rows(rows[tensor.name]), constants)
             for plane in tensor.planes:
                 _check_codec(plane, parts[plane.part])
-                self._bytes[plane.key].put(layer_index, chosen.ids, parts[plane.part])
+                encoded[plane.key] = parts[plane.part]
+        for key, values in encoded.items():
+            self._bytes[key].put(layer_index, chosen.ids, values)
 
     def write_encoded(
         self, layer_index: int, slots: Tensor, planes: Mapping[str, Tensor], keep: Keep | None
