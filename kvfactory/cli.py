@@ -15,8 +15,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from kvfactory.devices import ask_driver, ask_torch
 from kvfactory.errors import BuildError, KVFactoryError, PlanError, Problem, SpecError, did_you_mean
 
 if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
     from omegaconf import DictConfig
 
 OK, FAILED, BAD_INPUT, OUT_OF_MEMORY = 0, 1, 2, 3
@@ -38,7 +38,6 @@ ACTIONS = {
     "replay": "a trace of requests against the plan",
 }
 OUTPUTS = ("table", "json")
-_FULL_ERRORS = "HYDRA_FULL_ERROR"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,51 +97,68 @@ def _print_problems(error: KVFactoryError, prefix: str = "") -> None:
 
 
 def _command(arguments: list[str]) -> int:
-    if not any(text.startswith(("-", "hydra.mode=")) for text in arguments):
-        return perform(arguments)
     if arguments == ["--version"]:
         print(f"kvfactory {version('kvfactory')}")
         return OK
-    args = _flags(arguments)
-    overrides = list(args.overrides)
+    if not any(text.startswith("-") for text in arguments):
+        return perform(arguments)
+    parser = _parser()
+    args = parser.parse_intermixed_args(arguments)
+    overrides = [] if args.shell_completion else list(args.overrides)
     if args.config_dir:
         overrides.append(f"hydra.searchpath=[{args.config_dir}]")
     if args.config_name or args.config_path:
         got = "another primary config"
         raise SpecError(Problem("--config-name", got, "the shipped one", "--config-dir DIR"))
-    if not _needs_hydra(args, overrides):
+    flags = (args.help, args.hydra_help, args.cfg, args.info, args.multirun, args.shell_completion)
+    if not any(flags):
         return perform(overrides)
-    flags = [text for text in arguments if text not in args.overrides]
-    return _hydra(flags, read(overrides))
+    return _hydra(parser, args, read(overrides))
 
 
-def _flags(arguments: list[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     from hydra._internal.utils import get_args_parser
 
     parser = get_args_parser()
     parser.prog = "kvfactory"
-    return parser.parse_intermixed_args(arguments)
+    return parser
 
 
-def _needs_hydra(args: argparse.Namespace, overrides: Sequence[str]) -> bool:
-    asked = (args.multirun, args.help, args.hydra_help, args.cfg, args.info)
-    rarely = (args.shell_completion, args.resolve, args.package, args.experimental_rerun)
-    return any((*asked, *rarely)) or "hydra.mode=MULTIRUN" in overrides
+def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: Request) -> int:
+    """What ``hydra.main`` does for its flags, without its printing and exiting on errors.
+
+    A sweep ends with 1 if a job failed, with 2 if it could not start.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    primary, overrides = str(request.dirs[0].path), request.for_hydra()
+    with (
+        hydra_errors(request),
+        initialize_config_dir(primary, job_name="kvfactory", **version_base()),
+    ):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        if args.help:
+            hydra.app_help("config", parser, args)
+        elif args.hydra_help:
+            hydra.hydra_help("config", parser, args)
+        elif args.cfg:
+            hydra.show_cfg("config", overrides, args.cfg, args.package, args.resolve)
+        elif args.info:
+            hydra.show_info(args.info, "config", overrides)
+        elif args.shell_completion:
+            hydra.shell_completion("config", args.overrides)
+        else:
+            return _sweep(hydra, overrides)
+    return OK
 
 
-def _hydra(flags: list[str], request: Request) -> int:
-    """Hand over to Hydra; a sweep ends with 1 if a job failed, with 2 if it could not start."""
-    import hydra
-
-    primary = str(request.dirs[0].path)
-    application = hydra.main(config_path=primary, config_name="config", **version_base())(_job)
+def _sweep(hydra: Hydra, overrides: list[str]) -> int:
     try:
-        with _as_process([*flags, *request.for_hydra()]), hydra_errors(request):
-            application()
+        hydra.multirun("config", _job, [*overrides, "hydra.mode=MULTIRUN"])
     except _JobFailedError:
         return FAILED
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else OK
     return OK
 
 
@@ -162,7 +178,7 @@ def _job(config: DictConfig) -> None:
     searchpath = [text for text in runtime.overrides.hydra if text.startswith("hydra.searchpath=")]
     status: dict[str, Any] = {"job": runtime.job.num, "overrides": overrides, "problems": []}
     try:
-        code = perform([*_without_prefix(overrides), *searchpath])
+        code = perform([*(text.removeprefix("++") for text in overrides), *searchpath])
     except KVFactoryError as error:
         code = exit_code(error)
         status["problems"] = [vars(problem) for problem in error.problems]
@@ -175,24 +191,3 @@ def _job(config: DictConfig) -> None:
     path.write_text(json.dumps({**status, "exit": code}, indent=2) + "\n", encoding="utf-8")
     if code:
         raise _JobFailedError(code)
-
-
-def _without_prefix(overrides: Sequence[str]) -> list[str]:
-    """Overrides as the user wrote them: ``++`` is put before them again."""
-    return [text.removeprefix("++") for text in overrides]
-
-
-@contextmanager
-def _as_process(arguments: list[str]) -> Iterator[None]:
-    """Hydra reads its arguments from ``sys.argv`` and, asked so, lets errors reach us whole."""
-    argv, full = sys.argv, os.environ.get(_FULL_ERRORS)
-    sys.argv = [argv[0] if argv else "kvfactory", *arguments]
-    os.environ[_FULL_ERRORS] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        if full is None:
-            del os.environ[_FULL_ERRORS]
-        else:
-            os.environ[_FULL_ERRORS] = full
