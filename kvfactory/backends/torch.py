@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from kvfactory.pools import Pool
 
 
+FEATURES = frozenset(
+    {"window", "chunk", "soft_cap", "sinks", "non_causal", "cross", "mla", "k_only"}
+    | {"exact", "tree_mask", "select"}
+)
+
+
 @dataclass(frozen=True)
 class TorchBackend:
     """Serves every group on every device; the specification that other backends are held to."""
@@ -25,12 +31,7 @@ class TorchBackend:
 
     def needs(self, device: Device) -> Needs:
         """Nothing but torch."""
-        return Needs(
-            device_types=frozenset({"cpu", "cuda"}),
-            features=frozenset(
-                "window chunk soft_cap sinks non_causal cross mla k_only exact tree_mask select".split()
-            ),
-        )
+        return Needs(device_types=frozenset({"cpu", "cuda"}), features=FEATURES)
 
     def workspace(
         self, groups: Sequence[GroupPlan], limits: Limits, device: Device
@@ -42,7 +43,9 @@ class TorchBackend:
         self, group: GroupPlan, pool: Pool, workspace: Mapping[str, Tensor]
     ) -> AttentionRunner:
         """The oracle over ``pool``."""
-        raise NotImplementedError
+        from kvfactory.reference import Oracle
+
+        return Oracle(group, pool)
 
 
 PLUGINS = (TorchBackend(),)
