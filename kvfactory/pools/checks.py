@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfactory.errors import BooksError, BuildError, Problem, SpecError, did_you_mean
 from kvfactory.pools.ops import Keep
 from kvfactory.pools.views import GroupViews
 
-Ids = Tensor | Sequence[int]
+Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 """Page ids, slots or state slots: int32 or int64 on the host or the arena's device, or a list."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -53,8 +56,25 @@ def layer(views: GroupViews, layer_index: int) -> int:
     return layer_index
 
 
+def as_ids(ids: Ids, what: str) -> Tensor:
+    """``ids`` as a tensor of integers where they are; ``what`` names them.
+
+    Raises:
+        SpecError: not int32 or int64.
+    """
+    if isinstance(ids, Tensor):
+        found = ids
+    elif isinstance(ids, np.ndarray):
+        found = torch.from_numpy(np.array(ids))
+    else:
+        found = torch.tensor(ids, dtype=torch.int64)
+    if found.dtype not in _INTEGERS:
+        raise SpecError(Problem(what, str(found.dtype), "int64 or int32"))
+    return found
+
+
 def flat_ids(views: GroupViews, ids: Ids, what: str, mask: Tensor | None = None) -> Tensor:
-    """``ids`` as contiguous int64 [n] on the arena's device; ``what`` is ``slots`` or ``pages``.
+    """``ids`` as contiguous int64 [n] on the arena's device; ``what`` ends in slots or pages.
 
     Only entries that ``mask`` (bool, same shape) keeps are checked.
 
@@ -62,10 +82,7 @@ def flat_ids(views: GroupViews, ids: Ids, what: str, mask: Tensor | None = None)
         SpecError: not integers.
         BooksError: an id on the host that is not in the pool.
     """
-    found = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.int64)
-    if found.dtype not in _INTEGERS:
-        raise SpecError(Problem(what, str(found.dtype), "int64 or int32"))
-    found = found.to(torch.int64).reshape(-1)
+    found = as_ids(ids, what).to(torch.int64).reshape(-1)
     limit = views.num_pages if what.endswith("pages") else views.num_slots
     checked = found if mask is None or not found.is_cpu else _kept_on_host(found, mask)
     if checked is not None and checked.is_cpu and checked.numel():

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from kvfactory.cacheplan import ConstantPlan
+from kvfactory.calibration import Key
 from kvfactory.errors import Problem, SpecError
 from kvfactory.pools.views import GroupViews
-
-Key = tuple[int, str, str]
-"""(model layer id, tensor, constant), such as ``(3, "k", "scale")``."""
 
 
 def fill_defaults(views: GroupViews) -> None:
@@ -30,27 +28,30 @@ def fill_defaults(views: GroupViews) -> None:
 def keys(views: GroupViews) -> frozenset[Key]:
     """Everything that can be set."""
     return frozenset(
-        (layer, table.tensor, table.name) for layer in views.group.layers for table in _plans(views)
+        Key(layer, table.tensor, table.name)
+        for layer in views.group.layers
+        for table in _plans(views)
     )
 
 
 def assign(views: GroupViews, values: Mapping[Key, Any]) -> None:
-    """Set ``values``: key -> a number, array or tensor of the constant's shape, any float type.
+    """Set ``values``: key (or an equal tuple) -> a number, array or tensor of the constant's shape.
 
     Raises:
         SpecError: keys that the group lacks, wrong shapes, values that are not finite in float32,
             or a scale that is not positive; all of them, and nothing is set.
     """
     plans = {(plan.tensor, plan.name): plan for plan in _plans(views)}
+    known = keys(views)
     ready: list[tuple[Tensor, Tensor]] = []
     wrong: list[Problem] = []
     for key, value in values.items():
         layer, tensor, name = key
-        path = f"constants.{layer}.{tensor}.{name}"
-        if key not in keys(views):
-            known = ", ".join(f"{t}.{n}" for t, n in plans) or "none"
+        path = str(Key(*key))
+        if key not in known:
+            names = ", ".join(f"{t}.{n}" for t, n in plans) or "none"
             layers = ", ".join(map(str, views.group.layers))
-            need = f"constants {known} of layers {layers} (group {views.group.name})"
+            need = f"constants {names} of layers {layers} (group {views.group.name})"
             wrong.append(Problem(path, "an unknown constant", need))
             continue
         table = views.constants[tensor][name][views.group.layers.index(layer)]

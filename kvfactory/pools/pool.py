@@ -15,14 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfactory.cacheplan import GroupPlan
+from kvfactory.calibration import Key
 from kvfactory.errors import Problem, SpecError
 from kvfactory.pools import checks, image, transfer
 from kvfactory.pools.checks import Ids
-from kvfactory.pools.constants import Key, assign, fill_defaults, keys
+from kvfactory.pools.constants import assign, fill_defaults, keys
 from kvfactory.pools.ops import Keep, MakeOps
 from kvfactory.pools.torch_ops import TorchOps
 from kvfactory.pools.views import group_views
@@ -154,20 +157,22 @@ class Pool:
         index = None if layer_index is None else checks.layer(self.bound, layer_index)
         return self.ops.gather(index, checks.flat_ids(self.bound, slots, "slots"))
 
-    def move(self, dst_slots: Tensor, src_slots: Tensor, mask: Tensor | None = None) -> None:
+    def move(self, dst_slots: Ids, src_slots: Ids, mask: Tensor | None = None) -> None:
         """Copy entries of all planes and layers, ``src_slots`` [n] to ``dst_slots`` [n].
 
         The two may overlap: as if all sources were read first. ``mask`` bool [n] leaves entries
         out. In state groups this copies whole states.
         """
         checks.storage(self.bound)
-        keep = None if mask is None else Keep(mask=mask.to(self.bound.arena.device))
-        wrong = checks.move_problems(dst_slots, src_slots, mask)
+        dst = checks.as_ids(dst_slots, "dst_slots")
+        src = checks.as_ids(src_slots, "src_slots")
+        wrong = checks.move_problems(dst, src, mask)
         if wrong:
             raise SpecError(*wrong)
-        dst = checks.flat_ids(self.bound, dst_slots, "dst_slots", mask)
-        src = checks.flat_ids(self.bound, src_slots, "src_slots", mask)
-        self.ops.move(dst, src, keep)
+        dst = checks.flat_ids(self.bound, dst, "dst_slots", mask)
+        src = checks.flat_ids(self.bound, src, "src_slots", mask)
+        if len(dst):
+            self.ops.move(dst, src, self._keep(mask))
 
     def set_constants(self, values: Mapping[Key, Any]) -> None:
         """Set (model layer id, tensor, name) -> number, array or tensor of the constant's shape.
@@ -197,7 +202,15 @@ class Pool:
         src = checks.flat_ids(self.bound, src_pages, "src_pages")
         if len(dst) != len(src):
             raise SpecError(Problem("src_pages", f"{len(src)} pages", f"{len(dst)}"))
-        self.ops.move_pages(dst, src)
+        if len(dst):
+            self.ops.move_pages(dst, src)
+
+    def copy_pages(self, pairs: Tensor | NDArray[np.integer[Any]]) -> None:
+        """``move_pages`` for ``pairs`` int [n, 2] of (source, destination)."""
+        self.move_pages(pairs[:, 1], pairs[:, 0])
+
+    def _keep(self, mask: Tensor | None) -> Keep | None:
+        return None if mask is None else Keep(mask=mask.to(self.bound.arena.device))
 
     def zero(self, pages: Ids, mask: Tensor | None = None) -> None:
         """All planes and layers of ``pages`` [n] become 0; ``mask`` bool [n] leaves pages out."""
@@ -206,8 +219,8 @@ class Pool:
         if wrong:
             raise SpecError(*wrong)
         flat = checks.flat_ids(self.bound, pages, "pages", mask)
-        keep = None if mask is None else Keep(mask=mask.to(self.bound.arena.device))
-        self.ops.zero(flat, keep)
+        if len(flat):
+            self.ops.zero(flat, self._keep(mask))
 
     def offload(self, pages: Ids, chunk_bytes: int = image.CHUNK_BYTES) -> image.PageImage:
         """Copy ``pages`` to the host, through at most ``chunk_bytes`` (or one page) of staging."""
