@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvfactory.backends import BACKENDS, AttentionRunner
 from kvfactory.books import Books, BooksShape, StateShape, TableShape
-from kvfactory.cache import Cache
+from kvfactory.cache import Cache, Parts
 from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import BuildError, Problem
 from kvfactory.memory import MEMORIES
-from kvfactory.pools import Pool, TorchOps
+from kvfactory.pools import Pool
 from kvfactory.steps import StepBuffers
 
 
@@ -26,13 +26,16 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
     target = device or plan.spec.device.type
     _check_device(plan, torch.device(target))
     arena = _allocate(plan, target)
-    pools = {group.name: Pool(group, arena, TorchOps) for group in plan.groups}
+    pools = {group.name: Pool(group, arena) for group in plan.groups}
     return Cache(
-        plan=plan,
-        books=Books(books_shape(plan)),
-        pools=pools,
-        runners=_bind(plan, pools, arena),
-        buffers=StepBuffers(plan, arena),
+        Parts(
+            plan=plan,
+            arena=arena,
+            books=Books(books_shape(plan)),
+            pools=pools,
+            runners=_bind(plan, pools, arena),
+            buffers=StepBuffers(plan, arena),
+        )
     )
 
 
@@ -49,9 +52,7 @@ def books_shape(plan: CachePlan) -> BooksShape:
     )
 
 
-def _bind(
-    plan: CachePlan, pools: Mapping[str, Pool], arena: Tensor
-) -> dict[str, AttentionRunner]:
+def _bind(plan: CachePlan, pools: Mapping[str, Pool], arena: Tensor) -> dict[str, AttentionRunner]:
     runners = {}
     for group in plan.groups:
         if group.choice:
@@ -79,7 +80,9 @@ def _check_device(plan: CachePlan, device: torch.device) -> None:
     found = {"sm": card.major * 10 + card.minor, "num_sms": card.multi_processor_count}
     wanted = {"sm": planned.sm, "num_sms": planned.num_sms}
     wrong = [
-        Problem(f"device.{key}", str(found[key]), f"{wanted[key]}, which the plan is for", "device=auto")
+        Problem(
+            f"device.{key}", str(found[key]), f"{wanted[key]}, which the plan is for", "device=auto"
+        )
         for key in found
         if found[key] != wanted[key]
     ]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from kvfactory.backends import AttendExtra, AttentionRunner
-from kvfactory.books import Books, Committed, Segment, StepRecord
+from kvfactory.books import Accepted, Books, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.cacheplan import CachePlan, GroupPlan
 from kvfactory.entries import entry_slots
@@ -90,7 +92,7 @@ class Cache:
     def extend(
         self,
         sequences: Sequence[SequenceId],
-        new_tokens: Sequence[int],
+        new_tokens: int | Sequence[int],
         parents: Sequence[int] | None = None,
     ) -> Step:
         """Slots for ``new_tokens`` more tokens of each sequence, in every table, or in none.
@@ -102,23 +104,24 @@ class Cache:
             OutOfPages: the tables that are short; nothing was taken.
             BooksError: stale sequences, or too many open steps.
         """
-        record = self.books.extend(sequences, new_tokens, parents)
-        return self._start(record)
+        counts = new_tokens if isinstance(new_tokens, int) else list(new_tokens)
+        tree = None if parents is None else np.asarray(parents, np.int64)
+        return self._start(self.books.extend(sequences, counts, tree))
 
     def _start(self, record: StepRecord) -> Step:
         """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
         for group in self.plan.groups:
             pool = self._parts.pools[group.name]
-            if group.table in record.tables:
-                pool.copy_pages(record.tables[group.table].copies)
-            else:
-                part = record.states[group.table]
-                pool.copy_pages(part.copies)
-                pool.zero(part.slots[part.fresh])
+            state = record.states.get(group.table)
+            copies = state.copies if state else record.tables[group.table].copies
+            if len(copies):
+                pool.move_pages(copies[:, 1].tolist(), copies[:, 0].tolist())
+            if state is not None and state.fresh.any():
+                pool.zero(state.slots[state.fresh].tolist())
         self._parts.buffers.update_tables(record)
         return self._parts.buffers.fill(record)
 
-    def commit(self, step: Step, accepted: object = None) -> Committed:
+    def commit(self, step: Step, accepted: Accepted = None) -> Committed:
         """Make the accepted tokens of the oldest open step permanent and return the rest's pages.
 
         ``accepted``: None for all, counts int [batch] on the host or the device, or for a draft
@@ -131,7 +134,8 @@ class Cache:
         for group in self.plan.groups:
             moves = done.moves.get(group.table)
             if moves is not None and len(moves):
-                self._parts.pools[group.name].move(moves[:, 1], moves[:, 0])
+                source, target = torch.from_numpy(moves).unbind(1)
+                self._parts.pools[group.name].move(target, source)
         return done
 
     # ---- attention ---------------------------------------------------------------------------
@@ -176,7 +180,7 @@ class Cache:
 
     def _write(self, route: Route, k: Tensor, v: Tensor | None, step: Step) -> None:
         rows = {
-            tensor.name: value.unflatten(-1, (1, -1)) if value.dim() == 2 else value
+            tensor.name: value.unsqueeze(1) if value.dim() == 2 else value
             for tensor, value in zip(route.group.tensors, (k, v), strict=False)
             if value is not None
         }

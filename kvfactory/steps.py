@@ -75,14 +75,19 @@ class StepBuffers:
             for number in range(self._depth)
         ]
         self._staging = [
-            {key: torch.empty_like(view, device="cpu", pin_memory=True) for key, view in one.items()}
+            {
+                key: torch.empty_like(view, device="cpu", pin_memory=True)
+                for key, view in one.items()
+            }
             if self._cuda
             else one
             for one in self._sets
         ]
         self._copied = [torch.cuda.Event() if self._cuda else None for _ in range(self._depth)]
         self._tables = {
-            table.name: arena[table.offset :][: 4 * (plan.limits.max_requests + 1) * table.row_pages]
+            table.name: arena[table.offset :][
+                : 4 * (plan.limits.max_requests + 1) * table.row_pages
+            ]
             .view(torch.int32)
             .view(-1, table.row_pages)
             for table in plan.tables

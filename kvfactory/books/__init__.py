@@ -1,6 +1,6 @@
 """The truth on the host: which request owns which pages, state slots and rows."""
 
-from kvfactory.books.accept import PendingCounts
+from kvfactory.books.accept import Accepted, PendingCounts
 from kvfactory.books.allocator import Allocator, Capacity, pages_of
 from kvfactory.books.books import Books
 from kvfactory.books.requests import Sequence
@@ -10,6 +10,7 @@ from kvfactory.books.step import Committed, StateStep, StepRecord, TableStep
 from kvfactory.books.window import window_slots
 
 __all__ = [
+    "Accepted",
     "Allocator",
     "Books",
     "BooksShape",
