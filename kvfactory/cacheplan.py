@@ -88,7 +88,7 @@ class Select:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What a recurrent group keeps: the rule that updates it and the windows of its convolutions."""
+    """What a recurrent group computes: its update rule, and the axis order of its windows."""
 
     rule: str
     conv_window_first: bool

@@ -52,7 +52,7 @@ class BuildError(KVFactoryError):
     """The plan does not fit the device it is built on."""
 
 
-class OutOfPages(KVFactoryError):
+class OutOfPages(KVFactoryError):  # noqa: N818
     """A table has too few free pages or slots; nothing was taken. The path names the table."""
 
 

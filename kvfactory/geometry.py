@@ -8,7 +8,7 @@ from kvfactory.spec import GqaGroup, Group, IndexGroup, LinearGroup, MlaGroup
 
 
 def logical_tensors(group: Group, dtype: str) -> tuple[Logical, ...]:
-    """What a layer of ``group`` keeps per entry, or per request for states; ``dtype`` is the model's."""
+    """What a layer of ``group`` keeps per entry, or per request; ``dtype`` is the model's."""
     match group:
         case GqaGroup():
             v_dim = group.head_dim if group.v_head_dim is None else group.v_head_dim

@@ -263,5 +263,5 @@ def _select_problems(spec: Spec, name: str, group: IndexGroup, key: TableKey) ->
 def _unused_roles(spec: Spec, drafts: list[Draft]) -> Iterator[str]:
     used = {stored.logical.role for draft in drafts for stored in draft.stored}
     for role in Quants.model_fields:
-        if role != "every" and role not in used and getattr(spec.kv.quant, role) is not None:
+        if role != "every" and role not in used and spec.kv.quant.of(role) is not None:
             yield f"kv.quant.{role} is unused: the model has no {role}"

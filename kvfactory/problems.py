@@ -25,7 +25,7 @@ def _problem(found: Any, model: type[BaseModel], prefix: str) -> Problem:
     path = ".".join([prefix] * bool(prefix) + named)
     if found["type"] == "extra_forbidden":
         close = did_you_mean(named[-1], known)
-        parent = ".".join(path.split(".")[:-1] + [close])
+        parent = ".".join([*path.split(".")[:-1], close])
         return Problem(
             path, "an unknown key", f"one of {', '.join(sorted(known))}", parent if close else ""
         )

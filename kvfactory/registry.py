@@ -20,7 +20,9 @@ class Named(Protocol):
     """What every plugin has: the name by which configs refer to it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in configs."""
+        ...
 
 
 T = TypeVar("T", bound=Named)

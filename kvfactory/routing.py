@@ -31,7 +31,9 @@ class Route:
         if given != stored:
             names = " and ".join(tensor.name for tensor in self.group.tensors)
             need = f"{stored} ({names}, group {self.group.name})"
-            raise SpecError(Problem(f"attend(layer={self.layer})", f"{given} tensors to write", need))
+            raise SpecError(
+                Problem(f"attend(layer={self.layer})", f"{given} tensors to write", need)
+            )
 
 
 class Router:
@@ -58,7 +60,9 @@ class Router:
         return self._only(layer, group, lambda route: True)
 
     def _only(self, layer: int, group: str, fits: Callable[[Route], bool]) -> Route:
-        routes = [r for r in self._routes.get(layer, []) if fits(r) and group in ("", r.group.group)]
+        routes = [
+            r for r in self._routes.get(layer, []) if fits(r) and group in ("", r.group.group)
+        ]
         if len(routes) == 1:
             return routes[0]
         known = ", ".join(dict.fromkeys(r.group.group for r in self._routes.get(layer, [])))

@@ -93,6 +93,11 @@ class Layouts(Frozen):
     index: LayoutRef | None = None
     state: LayoutRef | None = None
 
+    def of(self, granularity: str) -> LayoutFamilies | None:
+        """The layout of ``granularity``: tokens, index or state."""
+        found: LayoutFamilies | None = dict(self)[granularity]
+        return found
+
 
 def _layouts(value: object) -> object:
     if isinstance(value, str) or (isinstance(value, Mapping) and "k" in value):
@@ -114,6 +119,11 @@ class Quants(Frozen):
     index_v: PluginRef | None = None
     state: PluginRef | None = None
     every: PluginRef | None = None
+
+    def of(self, role: str) -> Plugin | None:
+        """The format of ``role`` by name, without ``every``."""
+        found: Plugin | None = dict(self)[role]
+        return found
 
 
 def _quants(value: object) -> object:
@@ -244,7 +254,7 @@ Group = Annotated[
     Discriminator(
         _geometry,
         custom_error_type="geometry",
-        custom_error_message="Input should be a group with geometry gqa or mla, kind linear or kind sparse_index",
+        custom_error_message="Input should be geometry gqa or mla, or kind linear or sparse_index",
     ),
 ]
 

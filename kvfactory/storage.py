@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvfactory.errors import PlanError, Problem
 from kvfactory.layouts import Extents, Layout, Pattern, placement_problems, resolve_layout
 from kvfactory.quant import SCHEMES, Codec, Constant, Logical, Plane, resolve_codec
-from kvfactory.spec import LayoutFamilies, Layouts, Plugin, Quants
+from kvfactory.spec import Layouts, Plugin, Quants
 
 DEFAULT_QUANT = Plugin(name="plain")
 DEFAULT_LAYOUT = {"tokens": "nhd", "index": "paged_kv", "state": "state_split"}
@@ -57,7 +57,7 @@ def store(logical: Logical, policies: Policies) -> Stored:
 
 def _choose(logical: Logical, policies: Policies) -> tuple[str, Plugin]:
     for path, quants in policies:
-        named: Plugin | None = getattr(quants, logical.role)
+        named = quants.of(logical.role)
         if named is not None:
             return f"{path}.{logical.role}", named
         if quants.every is not None:
@@ -77,9 +77,9 @@ def _unfit(logical: Logical, quant: Plugin, codec: Codec, path: str) -> tuple[Pr
 
 
 def choose_layout(granularity: str, policies: Sequence[tuple[str, Layouts]]) -> tuple[str, Layout]:
-    """The config path and layout of the first of ``policies`` that names one for ``granularity``."""
+    """The config path and layout of the first policy that names one for ``granularity``."""
     for path, layouts in policies:
-        chosen: LayoutFamilies | None = getattr(layouts, granularity)
+        chosen = layouts.of(granularity)
         if chosen is not None:
             where = f"{path}.{granularity}"
             return where, resolve_layout(chosen.k, chosen.v, chosen.scale, where)

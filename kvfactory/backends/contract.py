@@ -48,7 +48,7 @@ class AttentionRunner(Protocol):
     """A backend bound to one group's pool; made at build, called every step."""
 
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
-        """Attention of ``q`` [tokens, q_heads, dim] over what the pool holds -> [tokens, q_heads, v_dim]."""
+        """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
         ...
 
 
