@@ -1,0 +1,1 @@
+"""One module per group of related families; each lists its own in ``PLUGINS``."""
