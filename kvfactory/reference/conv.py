@@ -32,11 +32,13 @@ def causal_conv(
     dtype = torch.promote_types(x.dtype, torch.float32)
     past = window if window_first else window.transpose(-2, -1)
     inputs = torch.cat([past.to(dtype), x.to(dtype)], -2)
-    taps = weight.shape[-1]
-    out = torch.einsum("...nct,ct->...nc", inputs.unfold(-2, taps, 1), weight.to(dtype))
+    tokens, taps = x.shape[-2], weight.shape[-1]
+    out = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    for tap in range(taps):
+        out = out + inputs.narrow(-2, tap, tokens) * weight[:, tap].to(dtype)
     if bias is not None:
         out = out + bias.to(dtype)
     if silu:
         out = torch.nn.functional.silu(out)
-    kept = inputs.narrow(-2, x.shape[-2], taps - 1)
+    kept = inputs.narrow(-2, tokens, taps - 1)
     return out, kept if window_first else kept.transpose(-2, -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfactory.cacheplan import Attention
 
-PIECE_LOGITS = 2**25
+PIECE_LOGITS = 2**20
 
 
 def visible_keys(
@@ -59,23 +59,24 @@ def dense_attention(
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).view(len(q), k.shape[1], -1, q.shape[-1])
     keys, values = k.to(dtype), v.to(dtype)
-    rows = max(1, PIECE_LOGITS // max(1, q.shape[1] * k.shape[0]))
-    pieces = [
-        _piece(part, keys, values, hidden, work, sinks)
-        for part, hidden in zip(torch.split(grouped, rows), torch.split(~seen, rows), strict=True)
-    ]
+    rows = max(1, PIECE_LOGITS // max(1, q.shape[1] * len(k)))
+    pieces = []
+    for part, sight in zip(torch.split(grouped, rows), torch.split(seen, rows), strict=True):
+        stop = int(sight.any(0).nonzero().max()) + 1 if sight.any() else 0
+        pieces.append(_piece(part, keys[:stop], values[:stop], sight[:, :stop], work, sinks))
     return torch.cat(pieces).flatten(1, 2)
 
 
 def _piece(
-    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, work: Attention, sinks: Tensor | None
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, work: Attention, sinks: Tensor | None
 ) -> Tensor:
     logits = torch.einsum("qhgd,khd->hgqk", q, keys) * work.scale
     if work.soft_cap is not None:
         logits = work.soft_cap * torch.tanh(logits / work.soft_cap)
-    logits = logits.masked_fill(hidden, -torch.inf)
-    groups = logits.shape[:2]
-    bias = logits.new_full((groups.numel(),), -torch.inf) if sinks is None else sinks
-    column = bias.to(logits.dtype).view(*groups, 1, 1).expand(*groups, len(q), 1)
-    weights = torch.softmax(torch.cat([logits, column], -1), -1)[..., :-1]
-    return torch.einsum("hgqk,khd->qhgd", weights.masked_fill(hidden, 0.0), values)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        groups = logits.shape[:2]
+        column = sinks.to(logits.dtype).view(*groups, 1, 1).expand(*groups, len(q), 1)
+        logits = torch.cat([logits, column], -1)
+    weights = torch.softmax(logits, -1)[..., : len(keys)].masked_fill(~seen, 0.0)
+    return torch.einsum("hgqk,khd->qhgd", weights, values)

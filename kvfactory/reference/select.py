@@ -76,7 +76,7 @@ def rule_of(group: GroupPlan) -> Rule:
 def choose(
     q: Tensor, k: Tensor, positions: Tensor, rule: Rule, weights: Tensor | None = None
 ) -> Selected:
-    """What each query of one request selects.
+    """What each query of one request selects; scores are float32, or float64 for float64 queries.
 
     Args:
         q: index queries, float [tokens, heads, dim].
@@ -85,12 +85,13 @@ def choose(
         rule: what to choose.
         weights: float [tokens, heads], equal ones when None; the block rule has none.
     """
+    dtype = torch.promote_types(q.dtype, torch.float32)
     rows = max(1, PIECE_SCORES // max(1, q.shape[1] * k.shape[0]))
     units = []
     for at in range(0, len(q), rows):
         piece = slice(at, at + rows)
-        w = None if weights is None else weights[piece]
-        scores = _scores(q[piece], k, positions[piece], rule, w)
+        w = None if weights is None else weights[piece].to(dtype)
+        scores = _scores(q[piece].to(dtype), k.to(dtype), positions[piece], rule, w)
         units.append(_top(scores, rule.topk))
     chosen = torch.cat(units) if units else q.new_zeros(0, rule.topk, dtype=torch.int64)
     return Selected(_expanded(chosen, positions, rule).int(), chosen.int())
@@ -126,18 +127,18 @@ class Selector:
         positions = q.new_full((len(q), self.rule.width), -1, dtype=torch.int32)
         for request in live_requests(step, step.tables[self.group.table]):
             rows = slice(request.start, request.stop)
-            w = None if weights is None else weights[rows].to(self.accumulate)
+            w = None if weights is None else weights[rows]
             stop = request.prefix + request.stop - request.start
             order = torch.arange(request.prefix, stop, device=q.device)
             k = self._keys(layer_index, request, step)
-            found = choose(q[rows].to(k.dtype), k, order, self.rule, w)
+            found = choose(q[rows].to(self.accumulate), k, order, self.rule, w)
             units[rows], positions[rows] = found.units, found.positions
         return Selected(positions, units)
 
     def _keys(self, layer_index: int, request: Request, step: Step) -> Tensor:
         slots = entry_slots(step.tables[self.group.table], request, self.group, 0)
         tensors = self.reader.read(layer_index, slots, torch.float32)
-        return tensors["index_k"].flatten(1).to(self.accumulate)
+        return tensors["index_k"].flatten(1)
 
 
 def _scores(q: Tensor, k: Tensor, positions: Tensor, rule: Rule, weights: Tensor | None) -> Tensor:
