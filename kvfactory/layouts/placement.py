@@ -7,7 +7,7 @@ strides, right of it each plane is dense in itself; an axis that a plane lacks i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfactory.errors import Problem
@@ -155,13 +155,25 @@ def placement_problems(
         wrong += _unknown_axes(pattern, known, path)
         wrong += _missing_axes(pattern, plane, path)
         wrong += _indivisible(pattern, plane, path)
-    for axis in patterns[0].shared if planes else ():
-        lengths = {plane.key: dict(plane.axes).get(axis.name) for plane in planes}
-        if axis.name not in ("layer", "page") and len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{key} {length or 'none'}" for key, length in lengths.items())
-            need = f"one length of {axis.name} in all planes, since it stands left of plane"
-            wrong.append(Problem(path, f"'{patterns[0]}' with {axis.name} of {shown}", need))
+    wrong += _unshared(patterns, planes, path)
     return tuple(dict.fromkeys(wrong))
+
+
+def _unshared(
+    patterns: Sequence[Pattern], planes: Sequence[Extents], path: str
+) -> Iterator[Problem]:
+    """Axes left of ``plane`` have the same parts and lengths in all planes."""
+    outer = {"layer": 1, "page": 1}
+    parts = {
+        plane.key: {p.label: p.extent for p in _resolve(pattern.shared, pattern, plane, outer)}
+        for pattern, plane in zip(patterns, planes, strict=True)
+    }
+    for label in dict.fromkeys(label for found in parts.values() for label in found):
+        lengths = {key: found.get(label) for key, found in parts.items()}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{key} {length or 'none'}" for key, length in lengths.items())
+            need = f"one length of {label} in all planes, since it stands left of plane"
+            yield Problem(path, f"'{patterns[0]}' with {label} of {shown}", need)
 
 
 def _unknown_axes(pattern: Pattern, known: set[str], path: str) -> list[Problem]:
