@@ -1,0 +1,323 @@
+"""Verification: what a cache answers against dense attention over what it was given.
+
+The built-in workload draws keys and values from N(0, 1), and queries such that logits are N(0, 1)
+whatever the group's scale, so that the error of an answer follows from the errors of the stored
+keys and values: between 1.00 and 1.03 times their root of squares. A group passes while its error
+stays below 1.25 times that, and 0.003 for arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, Select, TensorPlan
+from kvfactory.quant import resolve_codec
+from kvfactory.quant.numerics import torch_dtype
+from kvfactory.reference import dense_attention, visible_keys
+from kvfactory.steps import Step
+
+SAMPLE_ROWS = 2048
+
+Constants = Mapping[str, Mapping[str, Tensor]]
+"""Tensor name -> constant name -> float32 values of one layer."""
+
+
+def acceptance(key_error: float, value_error: float) -> float:
+    """The largest relative error of attention over keys and values stored with these errors."""
+    return 1.25 * math.hypot(key_error, value_error) + 3e-3
+
+
+# ---- the workload ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Queries [tokens, heads, dim] and new rows by tensor name [entries, heads, dim].
+
+    In the compute type; ``tensors`` is empty where nothing is written. ``weights`` float32
+    [tokens, heads] come with index queries.
+    """
+
+    q: Tensor
+    tensors: Mapping[str, Tensor]
+    weights: Tensor | None = None
+
+    @property
+    def kv(self) -> tuple[Tensor | None, Tensor | None]:
+        """What ``Cache.attend`` takes as k and v: latent rows without their head axis."""
+        rows = [
+            x.squeeze(1) if name in ("latent", "rope") else x for name, x in self.tensors.items()
+        ]
+        return (*rows, None, None)[0], (*rows, None, None)[1]
+
+
+class Workload:
+    """Random inputs for the groups of ``plan``; equal seeds and calls give equal numbers."""
+
+    def __init__(self, plan: CachePlan, seed: int = 0, device: str = "cpu") -> None:
+        self.plan, self.seed, self.device = plan, seed, device
+        self.dtype = torch_dtype(plan.spec.model.dtype)
+        self._random = torch.Generator().manual_seed(seed)
+
+    def draw(self, group: GroupPlan, tokens: int, entries: int) -> Inputs:
+        """Queries of ``tokens`` and ``entries`` new rows of every tensor of ``group``."""
+        tensors = {
+            tensor.name: self._normal(entries, *(extent for _, extent in tensor.logical.axes))
+            for tensor in group.tensors
+            if entries
+        }
+        dim = sum(t.logical.extent("dim") for t in group.tensors if t.logical.role in KEY_ROLES)
+        if isinstance(group.work, Select):
+            heads = group.work.index_heads
+            weights = torch.rand(tokens, heads, generator=self._random).to(self.device)
+            return Inputs(self._normal(tokens, heads, dim), tensors, weights)
+        assert isinstance(group.work, Attention)
+        unit = 1 / (group.work.scale * dim**0.5)
+        return Inputs(self._normal(tokens, group.work.q_heads, dim, scale=unit), tensors)
+
+    def sinks(self, group: GroupPlan, layer: int) -> Tensor | None:
+        """Sink logits float32 [q_heads] of a layer, the same at every call; None without sinks."""
+        work = group.work
+        if not isinstance(work, Attention) or not work.sinks:
+            return None
+        random = torch.Generator().manual_seed(self.seed + 1 + layer)
+        return torch.randn(work.q_heads, generator=random).to(self.device)
+
+    def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(shape, generator=self._random) * scale
+        return drawn.to(self.device, self.dtype)
+
+
+KEY_ROLES = frozenset({"k", "latent", "rope", "index_k"})
+
+
+# ---- the reference ---------------------------------------------------------------------------
+
+
+class History:
+    """Everything that one request was given in one layer of a group, unquantized."""
+
+    def __init__(self, group: GroupPlan, device: str = "cpu") -> None:
+        assert isinstance(group.work, Attention)
+        self.group, self.work = group, group.work
+        self.entries = 0
+        self._rows = {
+            tensor.name: torch.empty(
+                (0, *(extent for _, extent in tensor.logical.axes)),
+                dtype=torch_dtype(tensor.logical.dtype),
+                device=device,
+            )
+            for tensor in group.tensors
+        }
+
+    def append(self, tensors: Mapping[str, Tensor]) -> None:
+        """Further rows [entries, heads, dim] by tensor name, of all tensors of the group."""
+        new = len(next(iter(tensors.values()))) if tensors else 0
+        for name, x in tensors.items():
+            kept = self._rows[name]
+            if len(kept) < self.entries + new:
+                room = kept.new_empty(2 * (self.entries + new), *kept.shape[1:])
+                room[: self.entries] = kept[: self.entries]
+                self._rows[name] = kept = room
+            kept[self.entries : self.entries + new] = x
+        self.entries += new
+
+    def attend(
+        self,
+        q: Tensor,
+        positions: Tensor,
+        sinks: Tensor | None = None,
+        select: Tensor | None = None,
+    ) -> Tensor:
+        """Dense attention of queries at ``positions`` int64 [tokens]: float32, like ``q``.
+
+        ``select`` int [tokens, topk] as for ``Cache.attend``.
+        """
+        rows = {name: x[: self.entries] for name, x in self._rows.items()}
+        if self.work.geometry == "mla":
+            v = rows["latent"]
+            k = torch.cat([v, rows["rope"]], -1) if "rope" in rows else v
+        else:
+            k = rows["k"]
+            v = rows.get("v", k)
+        entry = torch.arange(self.entries, device=q.device)
+        ends = (entry + 1) * self.group.tokens_per_entry - 1
+        seen = visible_keys(self.work, positions, ends, select)
+        return dense_attention(q, k, v, seen, self.work, sinks)
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+@dataclass
+class ErrorMeter:
+    """||got - want|| / ||want|| over all that was added, by name; sums are float64."""
+
+    _sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, got: Tensor, want: Tensor) -> None:
+        """Count ``got`` against ``want``, tensors of one shape."""
+        sums = self._sums.setdefault(name, [0.0, 0.0, 0.0])
+        exact = want.double()
+        sums[0] += float((got.double() - exact).square().sum())
+        sums[1] += float(exact.square().sum())
+        sums[2] += got.numel()
+
+    def relative(self, name: str) -> float:
+        """The relative error; NaN as soon as anything was, infinite where zeros were wanted."""
+        error, size, _ = self._sums.get(name, (0.0, 0.0, 0.0))
+        if not error:
+            return 0.0
+        return math.sqrt(error / size) if size else math.inf
+
+    def count(self, name: str) -> int:
+        """Numbers that were compared."""
+        return int(self._sums.get(name, (0.0, 0.0, 0.0))[2])
+
+
+def round_trip(
+    tensor: TensorPlan, x: Tensor, constants: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """``x`` [rows, *axes] as the tensor's format gives it back, in the compute type.
+
+    ``constants`` are one layer's; their defaults otherwise.
+    """
+    codec = resolve_codec(tensor.quant, dict(tensor.options), f"quant of {tensor.name}")
+    known = {c.name: x.new_full(c.shape, c.default, dtype=torch.float32) for c in tensor.constants}
+    known.update(constants or {})
+    planes = codec.encode(tensor.logical, x, known)
+    return codec.decode(tensor.logical, planes, known, tensor.logical.dtype)
+
+
+def storage_errors(
+    group: GroupPlan, constants: Constants | None = None, seed: int = 0
+) -> tuple[float, float]:
+    """Relative errors of stored keys and values of an attention group, on N(0, 1).
+
+    Keys of latent attention are latent and rope together, values the latent; where only keys are
+    stored the values are the keys.
+    """
+    meter, random = ErrorMeter(), torch.Generator().manual_seed(seed)
+    for tensor in group.tensors:
+        shape = [extent for _, extent in tensor.logical.axes]
+        rows = max(1, SAMPLE_ROWS // shape[0])
+        x = torch.randn(rows, *shape, generator=random).to(torch_dtype(tensor.logical.dtype))
+        found = {name: c.to("cpu") for name, c in (constants or {}).get(tensor.name, {}).items()}
+        back = round_trip(tensor, x, found)
+        meter.add(tensor.name, back, x)
+        if tensor.logical.role in KEY_ROLES:
+            meter.add("key", back, x)
+    value = next(name for name in ("latent", "v", "k") if group.has(name))
+    return meter.relative("key"), meter.relative(value)
+
+
+# ---- all of it, for an engine's loop ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a group did: ``error`` of its answers, the ``bound`` on it, and where it comes from."""
+
+    group: str
+    numbers: int
+    error: float
+    bound: float
+    key_error: float
+    value_error: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared and its error is within the bound; NaN is not."""
+        return self.numbers > 0 and self.error <= self.bound
+
+
+class Verifier:
+    """Draws the inputs of each step, remembers them, and compares the answers.
+
+    ``constants`` by group name are what the cache stores with (one layer's; defaults otherwise).
+    Requests are told apart by their row; ``forget`` a row before it is used for another.
+    """
+
+    def __init__(
+        self,
+        plan: CachePlan,
+        seed: int = 0,
+        device: str = "cpu",
+        constants: Mapping[str, Constants] | None = None,
+    ) -> None:
+        self.plan, self.workload = plan, Workload(plan, seed, device)
+        self.meter = ErrorMeter()
+        self._constants = constants or {}
+        self._histories: dict[tuple[str, int, int], History] = {}
+
+    def inputs(self, group: GroupPlan, layer: int, step: Step) -> Inputs:
+        """Queries of the step's new tokens in model ``layer``, and the rows that it writes.
+
+        An alias writes nothing, and cross attention only at a request's first step.
+        """
+        counts = self._new_entries(group, layer, step)
+        drawn = self.workload.draw(group, len(step.positions), sum(counts))
+        rows = {name: torch.split(x, counts) for name, x in drawn.tensors.items()}
+        for number, row in enumerate(step.rows.tolist()):
+            if counts[number]:
+                self._history(group, layer, row).append({n: x[number] for n, x in rows.items()})
+        return drawn
+
+    def compare(
+        self,
+        group: GroupPlan,
+        layer: int,
+        step: Step,
+        inputs: Inputs,
+        out: Tensor,
+        select: Tensor | None = None,
+    ) -> None:
+        """Count the answer ``out`` [tokens, q_heads, v_dim] against dense attention."""
+        sinks = self.workload.sinks(group, layer)
+        borders = step.q_indptr.tolist()
+        for number, row in enumerate(step.rows.tolist()):
+            part = slice(borders[number], borders[number + 1])
+            if part.stop > part.start:
+                chosen = None if select is None else select[part]
+                history = self._history(group, layer, row)
+                want = history.attend(inputs.q[part], step.positions[part], sinks, chosen)
+                self.meter.add(group.name, out[part], want)
+
+    def forget(self, row: int) -> None:
+        """Drop what the request of ``row`` was given."""
+        self._histories = {k: h for k, h in self._histories.items() if k[2] != row}
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """One verdict per attention group."""
+        found = []
+        for group in self.plan.groups:
+            if isinstance(group.work, Attention):
+                keys, values = storage_errors(group, self._constants.get(group.name))
+                error, numbers = self.meter.relative(group.name), self.meter.count(group.name)
+                bound = acceptance(keys, values)
+                found.append(Verdict(group.name, numbers, error, bound, keys, values))
+        return tuple(found)
+
+    def _history(self, group: GroupPlan, layer: int, row: int) -> History:
+        owner = dict(self.plan.spec.model.aliases).get(layer, layer)
+        key = (group.name, owner, row)
+        if key not in self._histories:
+            self._histories[key] = History(group, self.workload.device)
+        return self._histories[key]
+
+    def _new_entries(self, group: GroupPlan, layer: int, step: Step) -> list[int]:
+        if layer not in group.layers:
+            return [0] * len(step.rows)
+        if group.kind == "cross":
+            lengths = step.tables[group.table].kv_lengths.tolist()
+            fresh = (not self._history(group, layer, row).entries for row in step.rows.tolist())
+            return [kv if new else 0 for kv, new in zip(lengths, fresh, strict=True)]
+        ratio = group.tokens_per_entry
+        after = step.prefix + step.q_indptr[1:] - step.q_indptr[:-1]
+        counts: list[int] = (after // ratio - step.prefix // ratio).tolist()
+        return counts
