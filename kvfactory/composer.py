@@ -43,7 +43,8 @@ class Request:
 
         Without ``values`` only choices of groups are left: what the files themselves say.
         """
-        kept = [each.for_hydra() for each in self.overrides if values or not each.section]
+        chosen = [each for each in self.overrides if values or not each.section]
+        kept = [text for each in chosen for text in each.for_hydra()]
         folders = ",".join(_quoted(f"file://{found.path}") for found in self.dirs[1:])
         return [*kept, f"{_SEARCHPATH}=[{folders}]"] if folders else kept
 

@@ -1,7 +1,7 @@
 """Overrides as text: what can be refused, or put right, before Hydra sees them.
 
 ``kv.page_tokens=64`` becomes ``++kv.page_tokens=64``: Hydra would refuse keys that a preset does
-not name, or drop them; this way every key reaches the schema, which knows what it meant.
+not name; this way every key reaches the schema, which knows what was meant.
 """
 
 from __future__ import annotations
@@ -44,14 +44,32 @@ class Override:
         root, dot, _ = self.key.partition(".")
         return root if dot and root in _SECTIONS else ""
 
-    def for_hydra(self) -> str:
-        """The override as Hydra must get it."""
-        if self.section and not self.prefix and self.value is not None:
-            return f"++{self.key}={self.value}"
+    def for_hydra(self) -> tuple[str, ...]:
+        """The override as Hydra must get it.
+
+        Hydra merges mappings: a plugin with options is set to null first, lest it inherit the
+        options of the one it replaces.
+        """
+        if self.section and self.prefix in ("", "++") and self.value is not None:
+            override = f"++{self.key}={self.value}"
+            return (f"++{self.key}=null", override) if _is_plugin(self.value) else (override,)
         if self.key == "memory" and self.value:
             quoted = ",".join("'null'" if v == "null" else v for v in self.value.split(","))
-            return f"{self.prefix}memory={quoted}"
-        return str(self)
+            return (f"{self.prefix}memory={quoted}",)
+        return (str(self),)
+
+
+def _is_plugin(value: str) -> bool:
+    """Whether a value is a mapping with a name, in what YAML and Hydra's grammar share."""
+    if not value.startswith("{"):
+        return False
+    import yaml
+
+    try:
+        mapping = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return False
+    return isinstance(mapping, dict) and "name" in mapping
 
 
 def refusals(

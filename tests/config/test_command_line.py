@@ -1,0 +1,206 @@
+"""Exit codes, what is left behind, Hydra's flags, sweeps: in one process where possible."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfactory.errors import (
+    BooksError,
+    BuildError,
+    CapabilityError,
+    KVFactoryError,
+    OutOfPages,
+    PlanError,
+    Problem,
+    SpecError,
+)
+from kvfactory.spec import Spec
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def action(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Spec, str], int]], None]:
+    """Put a function in the place of ``action=explain``."""
+
+    def install(run: Callable[[Spec, str], int]) -> None:
+        module = types.ModuleType("kvfactory.actions.explain")
+        vars(module)["run"] = run
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return install
+
+
+def _raise(error: BaseException) -> Callable[[Spec, str], int]:
+    def run(spec: Spec, output: str) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (SpecError, 2),
+        (PlanError, 2),
+        (CapabilityError, 2),
+        (BuildError, 3),
+        (OutOfPages, 1),
+        (BooksError, 1),
+    ],
+)
+def test_exit_code_of_each_error(
+    cli: Cli, action: Any, kind: type[KVFactoryError], code: int
+) -> None:
+    action(_raise(kind(Problem("a.b", "1", "2", "a.b=2"), Problem("c", "x\ny", "z"))))
+    done = cli("action=explain", "device=cpu")
+    assert done.code == code
+    assert done.err == "a.b: got 1, need 2; try a.b=2\nc: got x y, need z\n"
+
+
+def test_an_action_returns_the_exit_code(cli: Cli, action: Any) -> None:
+    action(lambda spec, output: 1)
+    assert cli("action=explain", "device=cpu").code == 1
+    action(lambda spec, output: 0)
+    assert cli("action=explain", "device=cpu").code == 0
+
+
+def test_an_unexpected_error_is_not_hidden(cli: Cli, action: Any) -> None:
+    action(_raise(ZeroDivisionError("ours")))
+    with pytest.raises(ZeroDivisionError):
+        cli("action=explain", "device=cpu")
+
+
+def test_plan_as_table_and_as_json(cli: Cli) -> None:
+    done = cli("action=plan", "model=gemma3_27b", "kv=fp8_hnd", "device=h200")
+    assert (done.code, done.err, done.files) == (0, "", ())
+    assert "Gemma-3-27B on h200" in done.out
+    done = cli("action=plan", "output=json", "device=h200")
+    assert json.loads(done.out)["bytes"] > 0
+    assert (done.err, done.files) == ("", ())
+
+
+def test_list_names_choices_and_plugins(cli: Cli) -> None:
+    done = cli("action=list", "output=json")
+    entries = {entry["use"]: entry for entry in json.loads(done.out)}
+    for use in ("model=qwen3_8b", "kv=fp8_hnd", "device=h200", "nhd", "nvfp4", "torch", "cpu"):
+        assert entries[use]["origin"] == "built-in"
+    assert cli("action=list").out.splitlines()[0].split() == ["use", "what", "origin"]
+
+
+# ---- flags ---------------------------------------------------------------------------------
+
+
+def test_help_lists_every_group(cli: Cli) -> None:
+    done = cli("--help")
+    assert done.code == 0
+    for word in ("fp8_hnd", "qwen3_8b", "h200", "prefill_chunk_tokens", "-m experiment=grid"):
+        assert word in done.out
+    assert done.files == ()
+
+
+def test_cfg_shows_the_composed_configuration(cli: Cli) -> None:
+    done = cli("--cfg", "job", "-p", "kv", "kv=fp8_hnd", "kv.recipes.edge.layers=0-3")
+    assert done.code == 0
+    assert "tokens: hnd" in done.out
+    assert "edge:" in done.out
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version").out.startswith("kvfactory ")
+
+
+def test_unknown_flag(cli: Cli) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli("--plan")
+    assert stop.value.code == 2
+
+
+# ---- sweeps --------------------------------------------------------------------------------
+
+
+def _statuses(files: tuple[str, ...]) -> dict[int, dict[str, Any]]:
+    found = [json.loads(Path(name).read_text()) for name in files if name.endswith("status.json")]
+    return {status["job"]: status for status in found}
+
+
+def test_a_sweep_goes_on_after_a_bad_job(cli: Cli) -> None:
+    done = cli("-m", "action=plan", "kv.page_tokens=16,abc,64", "device=cpu")
+    assert done.code == 1
+    assert "Traceback" not in done.err
+    assert "job 1: kv.page_tokens: got 'abc'" in done.err
+    found = _statuses(done.files)
+    assert {job: status["exit"] for job, status in found.items()} == {0: 0, 1: 2, 2: 0}
+    assert found[1]["problems"][0]["path"] == "kv.page_tokens"
+    assert found[2]["overrides"] == ["action=plan", "++kv.page_tokens=64", "device=cpu"]
+    assert done.out.count("requests of") == 2
+
+
+def test_a_sweep_goes_on_after_a_fault_of_ours(cli: Cli, action: Any) -> None:
+    def run(spec: Spec, output: str) -> int:
+        if spec.kv.page_tokens == 16:
+            raise ValueError("ours")
+        return 0
+
+    action(run)
+    done = cli("-m", "action=explain", "kv.page_tokens=16,32", "device=cpu")
+    assert done.code == 1
+    found = _statuses(done.files)
+    assert [found[0]["exit"], found[1]["exit"]] == [1, 0]
+    assert "ValueError: ours" in found[0]["traceback"]
+
+
+def test_a_sweep_from_an_experiment(cli: Cli) -> None:
+    done = cli("-m", "experiment=grid", "device=cpu")
+    assert done.code == 0
+    assert [status["exit"] for status in _statuses(done.files).values()] == [0] * 4
+    assert done.err == ""
+
+
+def test_sweeping_a_plugin_and_a_null(cli: Cli) -> None:
+    done = cli("-m", "action=list", "memory=null,cpu", "kv.quant.k={name: int4_g32},plain")
+    assert done.code == 0
+    assert len(_statuses(done.files)) == 4
+
+
+# ---- as a process --------------------------------------------------------------------------
+
+
+def _process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvfactory", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def test_processes_exit_and_leave_nothing(tmp_path: Path) -> None:
+    assert _process("action=plan", "device=h200", cwd=tmp_path).returncode == 0
+    bad = _process("kv=fp8_hdn", cwd=tmp_path)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("kv: got 'fp8_hdn'")
+    info = _process("--info", "searchpath", cwd=tmp_path)
+    assert "main" in info.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_planning_in_a_process_imports_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys; from kvfactory.cli import main;"
+        "code = main(['action=plan', 'device=auto', 'kv.page_tokens=64']);"
+        "heavy = {'torch', 'triton', 'flashinfer', 'transformers'} & set(sys.modules);"
+        "sys.exit(code or len(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m kvfactory action=list | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
