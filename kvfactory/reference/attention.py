@@ -105,7 +105,9 @@ class Oracle:
 
     def _keys_values(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values [H, n, dim]; a latent key is the latent and the rope key together."""
-        rows = {name: x.to(self.accumulate).transpose(0, 1) for name, x in tensors.items()}
+        rows = {
+            name: x.to(self.accumulate).transpose(0, 1).contiguous() for name, x in tensors.items()
+        }
         if not self.latent:
             return rows["k"], rows["v"] if "v" in rows else rows["k"]
         latent = rows["latent"]

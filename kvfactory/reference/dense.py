@@ -73,10 +73,13 @@ def _piece(
     logits = torch.einsum("qhgd,khd->hgqk", q, keys) * work.scale
     if work.soft_cap is not None:
         logits = work.soft_cap * torch.tanh(logits / work.soft_cap)
-    logits = logits.masked_fill(~seen, -torch.inf)
+    logits = logits.masked_fill_(~seen, -torch.inf)
     if sinks is not None:
         groups = logits.shape[:2]
         column = sinks.to(logits.dtype).view(*groups, 1, 1).expand(*groups, len(q), 1)
         logits = torch.cat([logits, column], -1)
-    weights = torch.softmax(logits, -1)[..., : len(keys)].masked_fill(~seen, 0.0)
+    weights = torch.softmax(logits, -1)[..., : len(keys)]
+    blind = ~seen.any(-1, keepdim=True)
+    if blind.any():
+        weights = weights.masked_fill(blind, 0.0)
     return torch.einsum("hgqk,khd->qhgd", weights, values)

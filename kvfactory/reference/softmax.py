@@ -108,7 +108,7 @@ def _block(
     )
     if work.soft_cap is not None:
         logits.div_(work.soft_cap).tanh_().mul_(work.soft_cap)
-    logits.masked_fill_(~visible, -torch.inf)
+    _hide(logits, ~visible)
     weights, lse = _softmax(logits, sinks)
     out = torch.bmm(weights.flatten(1, 2), v).view(*grouped.shape[:3], v.shape[-1])
     if stored.broken is not None:
@@ -144,6 +144,14 @@ def _visible(queries: Queries, stored: Stored, work: Attention, span: slice) -> 
         chosen = torch.where(queries.select < 0, -1, queries.select // stored.per_entry)
         visible &= marked(chosen - low, high - low)
     return visible
+
+
+def _hide(logits: Tensor, hidden: Tensor) -> None:
+    """Set ``logits`` [H, G, rows, n] to -inf where ``hidden`` [rows, n]."""
+    columns = hidden.any(0).nonzero()
+    if len(columns):  # mostly a few columns at the end: the rest is left alone
+        span = slice(int(columns[0]), int(columns[-1]) + 1)
+        logits[..., span].masked_fill_(hidden[:, span], -torch.inf)
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
