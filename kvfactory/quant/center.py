@@ -1,3 +1,4 @@
+# mypy: disable-error-code="name-defined,no-untyped-def,untyped-decorator"
 """``center``: a static mean per channel is removed before coding and added back after decoding.
 
 Formats that share one scale among channels lose the small channels of a row with a few constant
@@ -8,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
-from kvfactory.quant.codec import Codec, Constant, Logical, Options, Plane
+from kvfactory.quant.codec import Codec, Constant, DeviceCodec, Logical, Options, Plane
 from kvfactory.quant.numerics import load, torch_dtype
 
 if TYPE_CHECKING:
@@ -70,6 +72,49 @@ class Centered:
         """The decoded remainder plus center, added in float32 before the cast to ``dtype``."""
         remainder = self.codec.decode(tensor, planes, constants, "float32")
         return (remainder + constants["center"]).to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec | None:
+        """The codec's functions around those below, which take them as their option."""
+        inner = self.codec.device(tensor)
+        if inner is None:
+            return None
+        encode, decode = _triton()
+        return DeviceCodec(encode, decode, inner, inner.axis)
+
+
+@cache
+def _triton() -> tuple[Any, Any]:
+    """encode and decode; ``center`` is the last constant."""
+    global tl, device, inner_encode, inner_decode, inner_options
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.constexpr_function
+    def inner_encode(codec):
+        return codec.encode
+
+    @triton.constexpr_function
+    def inner_decode(codec):
+        return codec.decode
+
+    @triton.constexpr_function
+    def inner_options(codec):
+        return codec.options
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        code: tl.constexpr = inner_encode(options)
+        return code(device.load(x) - constants[-1], constants, inner_options(options))
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        value: tl.constexpr = inner_decode(options)
+        remainder = value(planes, constants, inner_options(options))
+        return remainder.to(tl.float32) + constants[-1]
+
+    return encode, decode
 
 
 def centered(codec: Codec, options: Options) -> Codec:

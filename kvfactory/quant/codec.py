@@ -9,9 +9,10 @@ Scales are de-scales: x ~ q * scale. Encoding never changes its input.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -103,6 +104,34 @@ class Constant:
         return count
 
 
+@dataclass(frozen=True, repr=False)
+class DeviceCodec:
+    """A codec as Triton functions, which kernels take as compile-time arguments.
+
+    ``encode(x, constants, OPTIONS)``: tile ``x`` [R, D] in the caller's type -> a tuple of tiles
+    [R, n], one per plane in order, each of the plane's element type or of integers of its size.
+    ``decode(planes, constants, OPTIONS)``: such tiles -> [R, D] in any float type. Rows run along
+    ``axis`` of the tensor; D is its extent padded with zeros to a power of two, and every n is
+    padded alike ([R, 1] for a plane without that axis). ``constants`` are those of the codec in
+    order, float32, each broadcastable to [R, D]. ``options`` reach the functions as OPTIONS.
+    """
+
+    encode: Any
+    decode: Any
+    options: tuple[Any, ...] | DeviceCodec = ()
+    axis: str = "dim"
+
+    @property
+    def cache_key(self) -> str:
+        """What compiled kernels depend on: the sources of both functions, and the options."""
+        below = self.options
+        inner = below.cache_key if isinstance(below, DeviceCodec) else str(below)
+        return f"{self.encode.cache_key} {self.decode.cache_key} {inner} {self.axis}"
+
+    def __repr__(self) -> str:
+        return f"codec_{hashlib.sha256(self.cache_key.encode()).hexdigest()[:16]}"
+
+
 class Codec(Protocol):
     """One number format with its options bound."""
 
@@ -144,6 +173,10 @@ class Codec(Protocol):
         dtype: str,
     ) -> Tensor:
         """Values [rows..., *tensor axes] in ``dtype`` from planes by part."""
+        ...
+
+    def device(self, tensor: Logical) -> DeviceCodec | None:
+        """The same bytes from Triton; None where the torch functions serve GPUs too."""
         ...
 
 

@@ -1,15 +1,17 @@
+# mypy: disable-error-code="name-defined,no-untyped-def,untyped-decorator"
 """Four-bit floats in blocks of 16: SGLang's power-of-two form, and NVFP4 with its two scales."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
 from kvfactory.quant import e2m1, e8m0
 from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Plane, Scheme
+from kvfactory.quant.codec import TOKEN_ROLES, Constant, DeviceCodec, Logical, Plane, Scheme
 from kvfactory.quant.nibbles import pack, packed_plane, unpack
 from kvfactory.quant.numerics import (
     E4M3,
@@ -72,6 +74,10 @@ class Fp4Block16:
         codes = e2m1.values(unpack(planes["data"]))
         return e8m0.unscaled(codes, planes["scale"], BLOCK).to(torch_dtype(dtype))
 
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions of power-of-two scales."""
+        return DeviceCodec(*_block16_triton())
+
 
 @dataclass(frozen=True)
 class NvFp4:
@@ -116,6 +122,62 @@ class NvFp4:
         scale = planes["scale"].float().unsqueeze(-1)
         values = blocks(e2m1.values(unpack(planes["data"])), BLOCK) * scale
         return (values * constants["global_scale"]).flatten(-2).to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions of E4M3 scales."""
+        return DeviceCodec(*_nvfp4_triton())
+
+
+@cache
+def _block16_triton() -> tuple[Any, Any]:
+    """encode and decode of E2M1 with a power-of-two scale per 16 elements."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        blocks = device.grouped(device.load(x), 16)
+        target = device.divide_by(device.amax(blocks, 2), 6.0)
+        scale = device.ceil_log2(device.at_least(target, 1e-10))
+        scaled = device.flat(blocks * device.inverse_power(scale)[:, :, None])
+        return device.pack(device.e2m1_away(scaled)), scale.to(tl.uint8)
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        values = device.e2m1_values(device.unpack(planes[0]))
+        return device.unscaled(values, planes[1], 16)
+
+    return encode, decode
+
+
+@cache
+def _nvfp4_triton() -> tuple[Any, Any]:
+    """encode and decode of E2M1 with an E4M3 scale per 16 elements; g is the constant."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        blocks = device.grouped(device.load(x), 16)
+        target = device.divide_by(device.amax(blocks, 2), 6.0)
+        scale = device.to_e4m3(tl.div_rn(target, constants[0]))
+        step = (device.from_e4m3(scale) * constants[0])[:, :, None]
+        codes = device.e2m1_even(tl.div_rn(blocks, step))
+        return device.pack(device.flat(tl.where(step == 0.0, 0, codes))), scale
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        values = device.grouped(device.e2m1_values(device.unpack(planes[0])), 16)
+        values = values * device.from_e4m3(planes[1])[:, :, None]
+        return device.flat(values * constants[0])
+
+    return encode, decode
 
 
 def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:

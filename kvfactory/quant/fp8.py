@@ -1,3 +1,4 @@
+# mypy: disable-error-code="name-defined,no-untyped-def,untyped-decorator"
 """Eight-bit floats: static scales, one scale per row, one scale per tile of 128.
 
 The element types are E4M3 (finite only, largest 448) and E5M2 (largest finite 57344) of
@@ -8,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvfactory.errors import Problem
 from kvfactory.quant.center import CenterOptions, centered, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Codec, Constant, Logical, Options, Plane, Scheme
+from kvfactory.quant.codec import (
+    TOKEN_ROLES,
+    Codec,
+    Constant,
+    DeviceCodec,
+    Logical,
+    Options,
+    Plane,
+    Scheme,
+)
 from kvfactory.quant.numerics import (
     E4M3,
     E4M3_MAX,
@@ -82,6 +93,10 @@ class StaticFp8:
         values = planes["data"].float() * constants["scale"].unsqueeze(-1)
         return values.to(torch_dtype(dtype))
 
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions of static scales, told the element type."""
+        return DeviceCodec(*_static_triton(), (self.dtype == E4M3,))
+
 
 @dataclass(frozen=True)
 class RowFp8:
@@ -120,6 +135,10 @@ class RowFp8:
         """q * scale in float32, then ``dtype``."""
         values = planes["data"].float() * planes["scale"].unsqueeze(-1)
         return values.to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions of scales per row."""
+        return DeviceCodec(*_row_triton())
 
 
 @dataclass(frozen=True)
@@ -162,6 +181,86 @@ class TileFp8:
         """q * scale in float32, then ``dtype``."""
         tiles = blocks(planes["data"], TILE).float() * planes["scale"].unsqueeze(-1)
         return tiles.flatten(-2).to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions of scales per tile."""
+        return DeviceCodec(*_tile_triton())
+
+
+@cache
+def _static_triton() -> tuple[Any, Any]:
+    """encode and decode; the option is whether elements are E4M3."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        codes = tl.div_rn(device.load(x), constants[0])
+        if options[0]:
+            data = device.to_e4m3(codes)
+        else:
+            data = device.to_e5m2(codes)
+        return (data,)
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        if options[0]:
+            values = device.from_e4m3(planes[0])
+        else:
+            values = device.from_e5m2(planes[0])
+        return values * constants[0]
+
+    return encode, decode
+
+
+@cache
+def _row_triton() -> tuple[Any, Any]:
+    """encode and decode of E4M3 with a scale per row."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        x = device.load(x)
+        scale = device.nonzero(device.divide_by(device.amax(x, 1), 448.0))[:, None]
+        return device.to_e4m3(tl.div_rn(x, scale)), scale
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        return device.from_e4m3(planes[0]) * planes[1]
+
+    return encode, decode
+
+
+@cache
+def _tile_triton() -> tuple[Any, Any]:
+    """encode and decode of E4M3 with a scale per tile of 128."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        tiles = device.grouped(device.load(x), 128)
+        amax = device.at_least(device.amax(tiles, 2), 1e-4)
+        scale = device.divide_by(amax, 448.0)
+        data = device.to_e4m3(tl.div_rn(tiles, scale[:, :, None]))
+        return device.flat(data), scale
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        values = device.grouped(device.from_e4m3(planes[0]), 128)
+        return device.flat(values * planes[1][:, :, None])
+
+    return encode, decode
 
 
 def _static(name: str, dtype: str, summary: str, relative_rms_error: float) -> Scheme:

@@ -1,14 +1,16 @@
+# mypy: disable-error-code="name-defined,no-untyped-def,untyped-decorator"
 """Four-bit integers with an asymmetric float16 scale and zero per group of a row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
 from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Plane, Scheme
+from kvfactory.quant.codec import TOKEN_ROLES, Constant, DeviceCodec, Logical, Plane, Scheme
 from kvfactory.quant.nibbles import pack, packed_plane, unpack
 from kvfactory.quant.numerics import (
     block_problems,
@@ -78,6 +80,45 @@ class GroupInt4:
         scaled = codes * planes["scale"].float().unsqueeze(-1)
         values = scaled + planes["zero"].float().unsqueeze(-1)
         return values.flatten(-2).to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions below, told the length of a group."""
+        return DeviceCodec(*_triton(), (self.group,))
+
+
+@cache
+def _triton() -> tuple[Any, Any]:
+    """encode and decode; the option is the number of elements in a group."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        x = device.clamp(device.load(x), -65504.0, 65504.0)
+        groups = device.grouped(x, options[0])
+        broken = tl.max((groups != groups).to(tl.int32), 2) != 0
+        groups = tl.where(groups == groups, groups, 0.0)
+        low, high = tl.min(groups, 2), tl.max(groups, 2)
+        nan = tl.full(low.shape, float("nan"), tl.float16)
+        scale = device.nonzero(device.divide_by(high - low, 15.0).to(tl.float16))
+        zero = low.to(tl.float16)
+        steps = groups - zero.to(tl.float32)[:, :, None]
+        steps = tl.div_rn(steps, scale.to(tl.float32)[:, :, None])
+        kept = tl.where(broken, 0, 15)[:, :, None]
+        codes = device.flat(device.rint_bits(steps, 0.0, 15.0) & kept)
+        scale, zero = tl.where(broken, nan, scale), tl.where(broken, nan, zero)
+        return device.pack(codes), scale, zero
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        codes = device.grouped(device.unpack(planes[0]).to(tl.float32), options[0])
+        scaled = codes * planes[1].to(tl.float32)[:, :, None]
+        return device.flat(scaled + planes[2].to(tl.float32)[:, :, None])
+
+    return encode, decode
 
 
 def _scheme(group: int, relative_rms_error: float) -> Scheme:

@@ -1,14 +1,24 @@
+# mypy: disable-error-code="name-defined,no-untyped-def,untyped-decorator"
 """Eight-bit integers with one symmetric scale per row: token heads, and recurrent state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
 from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Options, Plane, Scheme
+from kvfactory.quant.codec import (
+    TOKEN_ROLES,
+    Constant,
+    DeviceCodec,
+    Logical,
+    Options,
+    Plane,
+    Scheme,
+)
 from kvfactory.quant.numerics import (
     INT8_MAX,
     amax,
@@ -65,6 +75,10 @@ class RowInt8:
         values = planes["data"].float() * planes["scale"].unsqueeze(-1)
         return values.to(torch_dtype(dtype))
 
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions of scales per row."""
+        return DeviceCodec(*_row_triton())
+
 
 @dataclass(frozen=True)
 class StateInt8:
@@ -115,6 +129,61 @@ class StateInt8:
             return self.other.decode(tensor, planes, constants, dtype)
         values = planes["data"].float() * planes["scale"].float().unsqueeze(_value_axis(tensor))
         return values.to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions of state rows, told the type of the scale; a convolution's are plain."""
+        if not _has_rows(tensor):
+            return self.other.device(tensor)
+        encode, decode, dtypes = _state_triton()
+        return DeviceCodec(encode, decode, (dtypes[tensor.dtype],), "value")
+
+
+@cache
+def _row_triton() -> tuple[Any, Any]:
+    """encode and decode of int8 with a float32 scale per row."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        x = device.load(x)
+        scale = device.nonzero(device.divide_by(device.amax(x, 1), 127.0))[:, None]
+        # A scale of NaN, and nothing else, makes codes NaN: they are 0.
+        kept = tl.where(scale == scale, 255, 0)
+        codes = device.rint_bits(tl.div_rn(x, scale), -127.0, 127.0) & kept
+        return codes.to(tl.int8), scale
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        return planes[0].to(tl.float32) * planes[1]
+
+    return encode, decode
+
+
+@cache
+def _state_triton() -> tuple[Any, Any, Mapping[str, Any]]:
+    """encode and decode with the type of the scale as their option, and Triton's types by name."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        x = device.load(x)
+        scale = device.divide_by(device.at_least(device.amax(x, 1), 1e-8), 127.0)
+        scale = device.cast(scale, options[0])[:, None]
+        return device.to_int8(tl.div_rn(x, scale.to(tl.float32))), scale
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        return planes[0].to(tl.float32) * planes[1].to(tl.float32)
+
+    return encode, decode, device.DTYPES
 
 
 def _has_rows(tensor: Logical) -> bool:

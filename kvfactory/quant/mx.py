@@ -1,3 +1,4 @@
+# mypy: disable-error-code="name-defined,no-untyped-def,untyped-decorator"
 """OCP Microscaling: blocks of 32 elements share a power-of-two scale.
 
 The scale exponent is rounded up, so that no element of a block saturates.
@@ -7,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
 from kvfactory.quant import e2m1, e8m0
 from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Constant, Logical, Plane, Scheme
+from kvfactory.quant.codec import TOKEN_ROLES, Constant, DeviceCodec, Logical, Plane, Scheme
 from kvfactory.quant.nibbles import pack, packed_plane, unpack
 from kvfactory.quant.numerics import (
     E4M3,
@@ -73,6 +75,10 @@ class MxFp8:
         values = e8m0.unscaled(planes["data"].float(), planes["scale"], BLOCK)
         return values.to(torch_dtype(dtype))
 
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions below, for E4M3."""
+        return DeviceCodec(*_triton(), (False,))
+
 
 @dataclass(frozen=True)
 class MxFp4:
@@ -110,6 +116,45 @@ class MxFp4:
         """q * 2^e in float32, then ``dtype``."""
         codes = e2m1.values(unpack(planes["data"]))
         return e8m0.unscaled(codes, planes["scale"], BLOCK).to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """The functions below, for E2M1."""
+        return DeviceCodec(*_triton(), (True,))
+
+
+@cache
+def _triton() -> tuple[Any, Any]:
+    """encode and decode; the option is whether elements are E2M1."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        blocks = device.grouped(device.load(x), 32)
+        amax = device.at_least(device.amax(blocks, 2), 1e-30)
+        if options[0]:
+            scale = device.ceil_log2(device.divide_by(amax, 6.0))
+        else:
+            scale = device.ceil_log2(device.divide_by(amax, 448.0))
+        scaled = device.flat(blocks * device.inverse_power(scale)[:, :, None])
+        if options[0]:
+            data = device.pack(device.e2m1_even(scaled))
+        else:
+            data = device.to_e4m3(scaled)
+        return data, scale.to(tl.uint8)
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        if options[0]:
+            values = device.e2m1_values(device.unpack(planes[0]))
+        else:
+            values = device.from_e4m3(planes[0])
+        return device.unscaled(values, planes[1], 32)
+
+    return encode, decode
 
 
 def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:

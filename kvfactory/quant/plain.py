@@ -1,14 +1,16 @@
+# mypy: disable-error-code="name-defined,no-untyped-def,untyped-decorator"
 """``plain``: the tensor in its own type."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
 from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import Constant, Logical, Plane, Scheme
+from kvfactory.quant.codec import Constant, DeviceCodec, Logical, Plane, Scheme
 from kvfactory.quant.numerics import check_shape, torch_dtype
 
 if TYPE_CHECKING:
@@ -49,6 +51,31 @@ class Plain:
     ) -> Tensor:
         """The stored values in ``dtype``; the plane itself when it has it already."""
         return planes["data"].to(torch_dtype(dtype))
+
+    def device(self, tensor: Logical) -> DeviceCodec:
+        """A cast; rows run along the last axis, though any would do."""
+        encode, decode, dtypes = _triton()
+        return DeviceCodec(encode, decode, (dtypes[tensor.dtype],), tensor.axes[-1][0])
+
+
+@cache
+def _triton() -> tuple[Any, Any, Mapping[str, Any]]:
+    """encode and decode with the stored type as their option, and Triton's types by name."""
+    global tl, device
+    import triton
+    import triton.language as tl
+
+    from kvfactory.quant.device import numerics as device
+
+    @triton.jit
+    def encode(x, constants, options: tl.constexpr):
+        return (x.to(options[0]),)
+
+    @triton.jit
+    def decode(planes, constants, options: tl.constexpr):
+        return planes[0]
+
+    return encode, decode, device.DTYPES
 
 
 PLUGINS = (

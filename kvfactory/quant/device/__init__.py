@@ -1,0 +1,1 @@
+"""What the Triton halves of the formats share; imported to build kernels, never to plan."""
