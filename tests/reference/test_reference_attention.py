@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfactory.backends import AttendExtra
 from kvfactory.errors import BooksError
-from kvfactory.reference import Oracle, dense_attention, visible_keys
+from kvfactory.reference import Oracle, dense_attention, merge, visible_keys
 
 MIXED = [(0, 9), (13, 1), (6, 5), (3, 0), (0, 1)]
 
@@ -254,6 +254,27 @@ def test_blocks_of_queries_join() -> None:
     seen = visible_keys(scene.work, at, keys)
     want = dense_attention(scene.q, turn.k.double(), turn.v.double(), seen, scene.work)
     torch.testing.assert_close(scene.attend(), want, rtol=1e-10, atol=1e-10)
+
+
+def test_parts_merge_to_the_whole() -> None:
+    """Any split of the keys, a part that sees nothing included; the sinks count once."""
+    scene = make_scene([(5, 4), (0, 3)], **GQA, pads=False, sinks=True)
+    sinks = torch.randn(4)
+    half = torch.rand(45) < 0.5
+    sizes = [(4, 9), (3, 3)]
+    causal = torch.cat([torch.ones(n, kv).tril(kv - n).bool().flatten() for n, kv in sizes])
+    masks = [causal & half, causal & ~half, torch.zeros(45, dtype=torch.bool)]
+    parts = []
+    for number, mask in enumerate(masks):
+        extra = AttendExtra(mask=mask, sinks=None if number else sinks)
+        parts.append(scene.oracle().attend_lse(1, scene.q, scene.step, extra))
+    out, lse = merge(parts)
+    want, want_lse = scene.naive(sinks=sinks)
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-10, atol=1e-10)
+    nothing, none = merge([(torch.zeros(1, 2, 3), torch.full((1, 2), -torch.inf))] * 2)
+    assert not nothing.any()
+    assert torch.isneginf(none).all()
 
 
 def test_dtype_of_q_comes_back() -> None:
