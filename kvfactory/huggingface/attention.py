@@ -68,10 +68,6 @@ def read_head_dim(config: Fields, q_heads: int, keys: Keys = STANDARD) -> int:
     return max(hidden // q_heads, 1)
 
 
-def _heads(config: Fields, kind: str) -> Heads:
-    return read_heads(config)
-
-
 def _no_scale(config: Fields, heads: Heads) -> float | None:
     return None
 
@@ -99,11 +95,12 @@ class Rule:
     """How a family of windowed or dense models differs from the standard one.
 
     ``types`` is the layer types without a list in the config; the others read a layer, given its
-    type: heads, logit scale (None: head_dim ** -0.5), soft cap, sinks and window.
+    type: heads (None: those under ``keys``), logit scale (None: head_dim ** -0.5), soft cap, sinks
+    and window.
     """
 
     types: TypesRule = ALL_FULL
-    heads: Callable[[Fields, str], Heads] = _heads
+    heads: Callable[[Fields, str], Heads] | None = None
     scale: Callable[[Fields, Heads], float | None] = _no_scale
     soft_cap: Callable[[Fields], float | None] = _no_cap
     sinks: Callable[[Fields, str], bool] = _no_sinks
@@ -136,7 +133,7 @@ def keep_attention(
 
 
 def _kept(config: Fields, kind: str, rule: Rule) -> tuple[str, Group]:
-    heads = rule.heads(config, kind)
+    heads = rule.heads(config, kind) if rule.heads else read_heads(config, rule.keys)
     geometry = gqa(
         heads.q,
         heads.kv,

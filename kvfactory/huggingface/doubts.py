@@ -63,7 +63,7 @@ def refuse_doubts(config: Fields, known: Iterable[str] = ()) -> None:
 
 def doubtful_keys(config: Fields, known: Iterable[str] = ()) -> Iterator[str]:
     """The keys with a telling name and a value that switches something on."""
-    passed = {*known, *_HARMLESS, "layer_types"}
+    passed = {*known, *_HARMLESS, "layer_types", "per_layer_config"}
     if config.values.get("use_sliding_window") is False:
         passed.add("sliding_window")
     for key, value in config.values.items():

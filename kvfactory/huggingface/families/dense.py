@@ -13,13 +13,20 @@ from kvfactory.huggingface.layertypes import num_layers
 
 _TYPES = """
 apertus apertus1p5 apertus1p5_text aquila arcee arctic aria_text bailing_moe bailing_moe_v2 bitnet
-chameleon cohere cosmos3_edge_text deepseek diffusion_llama emu3_text_model ernie4_5 ernie4_5_moe
-ernie4_5_moe_vl ernie4_5_vl_moe_text exaone flex_olmo gemma glm glm4 glm4_moe glm4v_moe_text
-glm4v_text glm_ocr_text helium hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 internlm
-internlm2 internlm3 iquestcoder jais2 llama minicpm molmo2_text nanochat nemotron olmo olmo2 olmoe
-opt_text orion paddleocr_vl_text persimmon phi qwen3_vl_moe_text qwen3_vl_text sarvam_moe seed_oss
-solar solar_open stablelm xverse yi
+chameleon cohere cosmos3_edge_text deepseek emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_moe_vl
+ernie4_5_vl_moe ernie4_5_vl_moe_text flex_olmo gemma glm glm4 glm4_moe glm4v glm4v_moe
+glm4v_moe_text glm4v_text glm_ocr_text helium hy_v3 internlm internlm2 internlm3 iquestcoder jais2
+llama minicpm molmo2_text nanochat nemotron olmo olmo2 olmoe orion paddleocr_vl paddleocr_vl_text
+persimmon phi qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text sarvam_moe seed_oss solar_open
+stablelm xverse
 """.split()
+_KNOWN = (
+    "compression_ratio",  # ERNIE: of rotary positions
+    "spatial_conv_size",  # ERNIE-VL: of the image resampler
+    "temporal_conv_size",
+    "parallel_attn_mlp_res",  # Arctic: the order of its blocks
+    "use_logn_attn",  # Qwen: a factor of the queries
+)
 
 _DEFAULTS: dict[str, dict[str, object]] = {
     "llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32},
@@ -35,7 +42,7 @@ _DEFAULTS: dict[str, dict[str, object]] = {
 
 
 def _dense(config: Fields, keys: Keys = STANDARD) -> Geometry:
-    refuse_doubts(config)
+    refuse_doubts(config, known=(*_KNOWN, *keys.dim))
     return read_attention(config, Rule(keys=keys))
 
 
@@ -63,6 +70,9 @@ def _minimax_m2(config: Fields) -> Geometry:
     if not all(config.integers("attn_type_list") or ()):
         config.wrong("attn_type_list", "1 (softmax attention) at every layer")
     return read_attention(config, Rule())
+
+
+_HUNYUAN = "hunyuan hunyuan_moe hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text".split()
 
 
 def _cross_layer(config: Fields) -> Geometry:
@@ -115,8 +125,13 @@ PLUGINS = (
     ),
     Family("hyperclovax", ("hyperclovax",), _hyperclovax),
     Family("minimax_m2", ("minimax_m2",), _minimax_m2),
-    Family("hunyuan", ("hunyuan", "hunyuan_moe"), _cross_layer),
+    Family("hunyuan", tuple(_HUNYUAN), _cross_layer),
     Family("jetmoe", ("jetmoe",), _jetmoe),
     Family("step", ("step1", "step3_text", "step3"), _step),
     Family("qwen", ("qwen",), partial(_dense, keys=Keys(dim=("kv_channels",)))),
+    Family(
+        "exaone",
+        ("exaone",),
+        partial(_dense, keys=Keys(layers=("num_hidden_layers", "num_layers"))),
+    ),
 )

@@ -14,8 +14,8 @@ _GPT = Keys(
     layers=("n_layer", "num_hidden_layers", "num_layers"),
     q=("n_head", "num_attention_heads", "num_heads"),
     kv=(),
-    hidden=("n_embd", "hidden_size"),
-    context=("n_positions", "max_position_embeddings", "n_ctx"),
+    hidden=("n_embd", "n_embed", "hidden_size"),
+    context=("n_positions", "max_position_embeddings", "seq_length", "n_ctx"),
 )
 _STANDARD = Keys(kv=())
 _MPT = Keys(
@@ -115,8 +115,8 @@ def _falcon(config: Fields) -> Geometry:
         q=("num_attention_heads", "n_head"),
         kv=("num_kv_heads", "n_head_kv"),
     )
-    single = config.flag("multi_query", default=True)
-    if single and not config.flag("new_decoder_architecture"):
+    newer = config.flag("new_decoder_architecture") or config.has("n_head_kv")
+    if config.flag("multi_query", default=True) and not newer:
         return _shared(config, keys, 1)
     return _shared(config, keys, config.optional(*keys.kv))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfactory.huggingface.attention import Heads, Keys, Rule, read_heads
+from kvfactory.huggingface.attention import Heads, Keys, Rule
 from kvfactory.huggingface.families.dense import multiplier
 from kvfactory.huggingface.family import Family, Geometry
 from kvfactory.huggingface.fields import Fields
@@ -25,8 +25,7 @@ def _nemotron_h(config: Fields) -> Geometry:
     elif config.has("num_hidden_layers") and num_layers(config) != len(types):
         config.clash(["num_hidden_layers", key], f"the {len(types)} layers of {key}")
     found = list(types or [FULL])
-    keys = Keys(dim=("head_dim", "attention_head_dim"))
-    rule = Rule(heads=lambda view, kind: read_heads(view, keys))
+    rule = Rule(keys=Keys(dim=("head_dim", "attention_head_dim")))
     listed = "layer_types" if key == "hybrid_override_pattern" else key
     states = {LINEAR: _nemotron_state}
     return read_hybrid(config, lambda *_: found, states, rule, listed, len(found))

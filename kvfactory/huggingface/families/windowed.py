@@ -148,7 +148,7 @@ PLUGINS = (
     _family("qwen2_moe", "qwen2_moe", Rule(_early_even)),
     _family("qwen3_moe", "qwen3_moe qwen3_omni_moe_text", Rule(_opt_in)),
     _family("mistral", "mistral", Rule(everywhere), _MISTRAL, sliding_window=4096),
-    _family("mixtral", "mixtral ministral3", Rule(everywhere), num_key_value_heads=8),
+    _family("mixtral", "mixtral ministral3 mistral3", Rule(everywhere), num_key_value_heads=8),
     _family("phi", "phi3 phi3_v phimoe phi4mm phi4_multimodal", Rule(everywhere)),
     _family("starcoder2", "starcoder2", Rule(everywhere), num_key_value_heads=2),
     _family("voxtral_realtime", "voxtral_realtime_text", Rule(everywhere), sliding_window=8192),
