@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kvfactory.backends.contract import AttendExtra
     from kvfactory.steps import Step
 
+FEW_QUERIES = 16
+"""Up to here, strided keys cost less than copying them."""
+
 
 class Oracle:
     """Attention over one group's pool, the specification that other backends are held to.
@@ -101,13 +104,13 @@ class Oracle:
         if extra.new_k is not None and self.group.kind != "cross":
             tensors = self._with_new(tensors, first, request, step, extra)
         k, v, broken = finite(*self._keys_values(tensors))
+        if len(positions) > FEW_QUERIES:
+            k, v = k.contiguous(), v.contiguous()
         return Stored(k, v, first, per_entry, self._ends(first, request, positions), broken)
 
     def _keys_values(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values [H, n, dim]; a latent key is the latent and the rope key together."""
-        rows = {
-            name: x.to(self.accumulate).transpose(0, 1).contiguous() for name, x in tensors.items()
-        }
+        rows = {name: x.to(self.accumulate).transpose(0, 1) for name, x in tensors.items()}
         if not self.latent:
             return rows["k"], rows["v"] if "v" in rows else rows["k"]
         latent = rows["latent"]
