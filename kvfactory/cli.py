@@ -60,14 +60,16 @@ def exit_code(error: KVFactoryError) -> int:
     return BAD_INPUT if isinstance(error, SpecError | PlanError) else FAILED
 
 
-def perform(overrides: Sequence[str]) -> int:
-    """Compose and run the action that the overrides ask for.
+def perform(overrides: Sequence[str], title: str = "") -> int:
+    """Compose and run the action that the overrides ask for, under a title if it prints a table.
 
     Raises:
         KVFactoryError: bad input, or what the action met.
     """
     composed = load(overrides, lambda action: ask_torch() if action == "run" else ask_driver())
     _check(composed)
+    if title and composed.output == "table":
+        print(title)
     module = importlib.import_module(f"kvfactory.actions.{composed.action}")
     result = module.run(composed.spec, composed.output)
     assert isinstance(result, int)
@@ -178,7 +180,9 @@ def _job(config: DictConfig) -> None:
     searchpath = [text for text in runtime.overrides.hydra if text.startswith("hydra.searchpath=")]
     status: dict[str, Any] = {"job": runtime.job.num, "overrides": overrides, "problems": []}
     try:
-        code = perform([*(text.removeprefix("++") for text in overrides), *searchpath])
+        written = [text.removeprefix("++") for text in overrides]
+        title = f"# job {runtime.job.num}: {' '.join(written)}"
+        code = perform([*written, *searchpath], title)
     except KVFactoryError as error:
         code = exit_code(error)
         status["problems"] = [vars(problem) for problem in error.problems]

@@ -142,6 +142,7 @@ def test_a_sweep_goes_on_after_a_bad_job(cli: Cli) -> None:
     assert found[1]["problems"][0]["path"] == "kv.page_tokens"
     assert found[2]["overrides"] == ["action=plan", "++kv.page_tokens=64", "device=cpu"]
     assert done.out.count("requests of") == 2
+    assert done.out.startswith("# job 0: action=plan kv.page_tokens=16 device=cpu\n")
 
 
 def test_a_sweep_goes_on_after_a_fault_of_ours(cli: Cli, action: Any) -> None:

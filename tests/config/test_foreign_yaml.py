@@ -56,7 +56,7 @@ def test_a_folder_on_the_command_line(acme: Acme, cli: Cli) -> None:
     ):
         done = cli("action=plan", "model=tiny", "device=cpu", *arguments)
         assert (done.code, done.err) == (0, "")
-        assert done.out.startswith("tiny on cpu")
+        assert "tiny on cpu" in done.out
 
 
 def test_a_package_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
