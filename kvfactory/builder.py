@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvfactory.backends import BACKENDS, AttentionRunner
+from kvfactory.backends import BACKENDS, AttentionRunner, Resources
 from kvfactory.books import Books, BooksShape, StateShape, TableShape
 from kvfactory.cache import Cache, Parts
 from kvfactory.cacheplan import CachePlan
@@ -53,17 +53,16 @@ def books_shape(plan: CachePlan) -> BooksShape:
 
 
 def _bind(plan: CachePlan, pools: Mapping[str, Pool], arena: Tensor) -> dict[str, AttentionRunner]:
-    runners = {}
-    for group in plan.groups:
-        if group.choice:
-            name = group.choice.backend
-            spaces = {
-                w.use: arena[w.offset : w.offset + w.num_bytes]
-                for w in plan.workspaces
-                if w.backend == name
-            }
-            backend = BACKENDS.get(name, "backend.name")
-            runners[group.name] = backend.bind(group, pools[group.name], spaces)
+    runners: dict[str, AttentionRunner] = {}
+    for name in dict.fromkeys(group.choice.backend for group in plan.groups if group.choice):
+        served = tuple(g for g in plan.groups if g.choice and g.choice.backend == name)
+        spaces = {
+            w.use: arena[w.offset : w.offset + w.num_bytes]
+            for w in plan.workspaces
+            if w.backend == name
+        }
+        backend = BACKENDS.get(name, "backend.name")
+        runners |= backend.bind(served, Resources(plan, pools, spaces))
     return runners
 
 

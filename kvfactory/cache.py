@@ -119,7 +119,10 @@ class Cache:
             if state is not None and state.fresh.any():
                 pool.zero(state.slots[state.fresh].tolist())
         self._parts.buffers.update_tables(record)
-        return self._parts.buffers.fill(record)
+        step = self._parts.buffers.fill(record)
+        for runner in self._parts.runners.values():
+            runner.prepare(step)
+        return step
 
     def commit(self, step: Step, accepted: Accepted = None) -> Committed:
         """Make the accepted tokens of the oldest open step permanent and return the rest's pages.
@@ -168,15 +171,15 @@ class Cache:
         route = self._router.attention(layer, group)
         if k is not None:
             self._write(route, k, v, step)
-        exact = self.plan.spec.backend.new_tokens == "exact"
+        runner = self._parts.runners[route.group.name]
         extra = AttendExtra(
-            new_k=k if exact else None,
-            new_v=v if exact else None,
+            new_k=k if runner.takes_new else None,
+            new_v=v if runner.takes_new else None,
             mask=mask,
             sinks=sinks,
             select=select,
         )
-        return self._parts.runners[route.group.name].attend(route.index, q, step, extra)
+        return runner.attend(route.index, q, step, extra)
 
     def _write(self, route: Route, k: Tensor, v: Tensor | None, step: Step) -> None:
         rows = {

@@ -83,7 +83,7 @@ class _Planner:
         for name in dict.fromkeys(group.choice.backend for group in groups if group.choice):
             served = tuple(g for g in groups if g.choice and g.choice.backend == name)
             backend = BACKENDS.get(name, "backend.name")
-            wanted = backend.workspace(served, sizes.limits, self.spec.device)
+            wanted = backend.workspace(served, sizes.limits, self.spec)
             for use, num_bytes in wanted.items():
                 offset = arena.take(name, f"workspace {use}", num_bytes)
                 found.append(Workspace(name, use, offset, num_bytes))
@@ -130,7 +130,7 @@ def _choose(groups: Sequence[GroupPlan], spec: Spec) -> dict[str, Choice]:
 def _first_fit(group: GroupPlan, ranked: Sequence[Backend], spec: Spec) -> Choice:
     passed: list[tuple[str, tuple[Problem, ...]]] = []
     for backend in ranked:
-        found = refusals(backend.name, backend.needs(spec.device), group, spec)
+        found = refusals(backend.name, backend.needs(spec), group, spec)
         if not found:
             return Choice(backend.name, tuple(passed))
         passed.append((backend.name, found))
@@ -143,7 +143,7 @@ def _confirm(laid: CachePlan) -> None:
     for group in laid.groups:
         if group.choice:
             backend = BACKENDS.get(group.choice.backend, "backend.name")
-            needs = backend.needs(laid.spec.device)
+            needs = backend.needs(laid.spec)
             wrong += refusals(backend.name, needs, group, laid.spec)
     if wrong:
         raise CapabilityError(*wrong)

@@ -6,7 +6,25 @@ from kvfactory.backends.contract import (
     AttentionRunner,
     Backend,
     Needs,
+    Resources,
     refusals,
 )
 
-__all__ = ["BACKENDS", "AttendExtra", "AttentionRunner", "Backend", "Needs", "refusals"]
+
+    "BACKENDS",
+    "AttendExtra",
+    "AttentionRunner",
+    "Backend",
+    "Needs",
+    "Resources",
+    "refusals",
+]
+__all__ = [
+    "BACKENDS",
+    "AttendExtra",
+    "AttentionRunner",
+    "Backend",
+    "Needs",
+    "Resources",
+    "refusals",
+]

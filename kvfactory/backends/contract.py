@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvfactory.cacheplan import Attention, GroupPlan, Limits, Recurrence, Select
+from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, Limits, Recurrence, Select
 from kvfactory.errors import Problem
 from kvfactory.registry import Registry
-from kvfactory.spec import BackendChoice, Device, Spec
+from kvfactory.spec import IndexGroup, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,25 +27,46 @@ if TYPE_CHECKING:
 class Needs:
     """What a backend can serve; ``None`` means anything.
 
-    ``features`` are names among window, chunk, soft_cap, sinks, non_causal, cross, mla, k_only,
-    exact, tree_mask, select, recurrence. ``contiguous_dim``: the innermost axis is dim, unsplit.
-    ``equal_strides``: K and V views have the same shape and strides. ``max_stride_elements``
-    bounds every stride.
+    ``features`` are names among those that ``features()`` gives. ``head_dims`` bounds K and V,
+    ``latent_dims`` (kv_lora_rank, qk_rope_head_dim) of MLA. ``dtypes``: the compute types.
+    ``contiguous_dim``: the innermost axis is dim, unsplit. ``equal_strides``: K and V views have
+    the same type, shape and strides (MLA excepted). ``max_stride_elements`` bounds every stride,
+    and all strides and offsets of data planes are multiples of ``align_bytes``.
     """
 
     device_types: frozenset[str]
     features: frozenset[str]
     min_sm: int = 0
     head_dims: frozenset[int] | None = None
+    latent_dims: frozenset[tuple[int, int]] | None = None
+    dtypes: frozenset[str] | None = None
     quants: frozenset[str] | None = None
     contiguous_dim: bool = False
     equal_strides: bool = False
     max_stride_elements: int | None = None
+    align_bytes: int = 1
     page_tokens: frozenset[int] | None = None
 
 
 class AttentionRunner(Protocol):
     """A backend bound to one group's pool; made at build, called every step."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether ``attend`` only launches device work, so that a CUDA graph can hold it."""
+        ...
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether ``attend`` wants the step's new K and V as they came, in ``AttendExtra``."""
+        ...
+
+    def prepare(self, step: Step) -> None:
+        """Plan ``step`` on the host, before its first ``attend``; never waits for the device.
+
+        Called for every step, and again whenever a graph's step is filled anew.
+        """
+        ...
 
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
         """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
@@ -56,7 +77,7 @@ class AttentionRunner(Protocol):
 class AttendExtra:
     """What one call of attend adds to the group's constants.
 
-    ``new_k`` / ``new_v`` are the step's unquantized tensors (only with new_tokens=exact), ``mask``
+    ``new_k`` / ``new_v`` are the step's unquantized tensors (for runners that take them), ``mask``
     bool [sum over requests of q * kv] replaces causality, ``sinks`` float32 [q_heads], ``select``
     int32 [tokens, topk] token positions, -1 padded.
     """
@@ -66,6 +87,18 @@ class AttendExtra:
     mask: Tensor | None = None
     sinks: Tensor | None = None
     select: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a backend is bound to: the plan, the pools by group, and its own planned bytes by use.
+
+    ``workspace`` are uint8 views of the arena, zeroed.
+    """
+
+    plan: CachePlan
+    pools: Mapping[str, Pool]
+    workspace: Mapping[str, Tensor]
 
 
 class Backend(Protocol):
@@ -81,20 +114,28 @@ class Backend(Protocol):
         """Preference under ``auto``."""
         ...
 
-    def needs(self, device: Device) -> Needs:
-        """What it can serve on ``device``. Pure."""
+    def needs(self, spec: Spec) -> Needs:
+        """What it can serve with the device and the backend options of ``spec``. Pure."""
         ...
 
     def workspace(
-        self, groups: Sequence[GroupPlan], limits: Limits, device: Device
+        self, groups: Sequence[GroupPlan], limits: Limits, spec: Spec
     ) -> Mapping[str, int]:
         """Bytes it keeps beyond the pools for the ``groups`` that it serves, by use. Pure."""
         ...
 
+    def kernels(self, group: GroupPlan, spec: Spec) -> Mapping[str, str]:
+        """Use (decode, prefill ...) -> the kernel that serves it in ``group``, and why. Pure."""
+        ...
+
     def bind(
-        self, group: GroupPlan, pool: Pool, workspace: Mapping[str, Tensor]
-    ) -> AttentionRunner:
-        """A runner over ``pool``; ``workspace`` are uint8 views of the planned bytes."""
+        self, groups: Sequence[GroupPlan], resources: Resources
+    ) -> Mapping[str, AttentionRunner]:
+        """A runner per group name, for the ``groups`` that it serves.
+
+        Raises:
+            BuildError: a library that it calls is missing here.
+        """
         ...
 
 
@@ -110,7 +151,7 @@ def refusals(name: str, needs: Needs, group: GroupPlan, spec: Spec) -> tuple[Pro
         wrong.append(Problem(path, f"device {device.name} of type {device.type}", f"type {kinds}"))
     elif device.sm < needs.min_sm:
         wrong.append(Problem(path, f"compute capability {device.sm}", f"at least {needs.min_sm}"))
-    missing = sorted(features(group, spec.backend) - needs.features)
+    missing = sorted(features(group, spec) - needs.features)
     if missing:
         wrong.append(
             Problem(path, f"a group with {', '.join(missing)}", "a backend that serves it")
@@ -118,13 +159,15 @@ def refusals(name: str, needs: Needs, group: GroupPlan, spec: Spec) -> tuple[Pro
     return (*wrong, *_storage_refusals(needs, group, path))
 
 
-def features(group: GroupPlan, choice: BackendChoice) -> frozenset[str]:
+def features(group: GroupPlan, spec: Spec) -> frozenset[str]:
     """The features, in the words of ``Needs``, that serving ``group`` takes."""
     work = group.work
     if isinstance(work, Select):
         return frozenset({"select"})
     if isinstance(work, Recurrence):
         return frozenset({"recurrence"})
+    constants = {table for tensor in group.tensors for table in tensor.constants}
+    centers = {table.tensor for table in constants if table.name == "center"}
     asked: Mapping[str, Any] = {
         "window": work.window_tokens,
         "chunk": work.chunk_tokens,
@@ -134,47 +177,77 @@ def features(group: GroupPlan, choice: BackendChoice) -> frozenset[str]:
         "cross": group.kind == "cross",
         "mla": work.geometry == "mla",
         "k_only": work.geometry == "gqa" and not group.has("v"),
-        "exact": choice.new_tokens == "exact",
+        "entries": group.tokens_per_entry > 1,
+        "selected": group.group in _selected(spec),
+        "center": centers,
+        "center_with_soft_cap": work.soft_cap and "k" in centers,
+        "scale_per_head": any(table.name == "scale" and table.shape for table in constants),
+        "exact": spec.backend.new_tokens == "exact",
     }
     return frozenset(name for name, value in asked.items() if value)
 
 
+def _selected(spec: Spec) -> frozenset[str]:
+    """Groups whose entries an index group selects."""
+    groups = spec.model.groups.values()
+    return frozenset(group.selects for group in groups if isinstance(group, IndexGroup))
+
+
 def _storage_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Problem]:
+    yield from _format_refusals(needs, group, path)
+    if isinstance(group.work, Attention):
+        yield from _dim_refusals(needs, group, path)
+    yield from _place_refusals(needs, group, path)
+    if needs.page_tokens is not None and group.page_slots not in needs.page_tokens:
+        fix = f"kv.page_tokens={min(needs.page_tokens)}"
+        need = f"pages of {_any(needs.page_tokens)}"
+        yield Problem(path, f"pages of {group.page_slots}", need, fix)
+
+
+def _format_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Problem]:
     for tensor in group.tensors:
-        dim = tensor.logical.extent("dim")
         if needs.quants is not None and tensor.quant not in needs.quants:
-            can = ", ".join(sorted(needs.quants))
-            yield Problem(path, f"{tensor.name} in {tensor.quant}", f"one of {can}")
-        if (
-            needs.head_dims is not None
-            and isinstance(group.work, Attention)
-            and dim not in needs.head_dims
-        ):
-            can = ", ".join(map(str, sorted(needs.head_dims)))
-            yield Problem(path, f"{tensor.name} of {dim} elements a head", f"one of {can}")
+            got = f"{tensor.name} in {tensor.quant}"
+            yield Problem(path, got, f"one of {_any(needs.quants)}")
+        if needs.dtypes is not None and tensor.logical.dtype not in needs.dtypes:
+            got = f"{tensor.name} of type {tensor.logical.dtype}"
+            yield Problem(path, got, f"one of {_any(needs.dtypes)}", "model.dtype=bfloat16")
+
+
+def _dim_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Problem]:
+    dims = tuple(tensor.logical.extent("dim") for tensor in group.tensors)
+    if group.has("latent"):
+        if needs.latent_dims is not None and dims not in needs.latent_dims:
+            yield Problem(path, f"latent and rope of {dims}", f"one of {_any(needs.latent_dims)}")
+    elif needs.head_dims is not None:
+        for tensor, dim in zip(group.tensors, dims, strict=True):
+            if dim not in needs.head_dims:
+                got = f"{tensor.name} of {dim} elements a head"
+                yield Problem(path, got, f"one of {_any(needs.head_dims)}")
+
+
+def _place_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Problem]:
     data = [plane for plane in group.planes if plane.part == "data"]
     for plane in data:
         place = plane.place
+        outer = place.strides[:-1]
         if needs.contiguous_dim and (
             place.axes[-1] != "dim" or place.strides[-1] != place.itemsize
         ):
             yield Problem(path, f"layout '{group.layout}'", "dim innermost and whole")
-        limit = needs.max_stride_elements
-        if limit is not None and max(place.strides[1:], default=0) // place.itemsize >= limit:
-            yield Problem(
-                path,
-                f"strides of {plane.key} up to {max(place.strides[1:])} B",
-                f"below {limit} elements",
-            )
-    if needs.equal_strides and len({(p.place.shape, p.place.strides) for p in data}) > 1:
-        yield Problem(
-            path, f"unequal shapes or strides of {' and '.join(p.key for p in data)}", "equal ones"
-        )
-    if needs.page_tokens is not None and group.page_slots not in needs.page_tokens:
-        can = ", ".join(map(str, sorted(needs.page_tokens)))
-        yield Problem(
-            path,
-            f"pages of {group.page_slots}",
-            f"pages of {can}",
-            f"kv.page_tokens={min(needs.page_tokens)}",
-        )
+        limit, widest = needs.max_stride_elements, max(place.strides[1:], default=0)
+        if limit is not None and widest // place.itemsize >= limit:
+            got = f"strides of {plane.key} up to {widest} B"
+            yield Problem(path, got, f"below {limit} elements")
+        if any(at % needs.align_bytes for at in (place.offset, *outer)):
+            got = f"strides of {plane.key} of {outer} B"
+            fix = f"kv.align_bytes={needs.align_bytes}"
+            yield Problem(path, got, f"multiples of {needs.align_bytes} B", fix)
+    kinds = {(plane.dtype, plane.place.shape, plane.place.strides) for plane in data}
+    if needs.equal_strides and len(kinds) > 1 and not group.has("latent"):
+        got = f"unequal types, shapes or strides of {' and '.join(p.key for p in data)}"
+        yield Problem(path, got, "equal ones")
+
+
+def _any(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, sorted(values)))

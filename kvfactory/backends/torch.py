@@ -6,20 +6,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvfactory.backends.contract import AttentionRunner, Needs
+from kvfactory.backends.contract import AttendExtra, AttentionRunner, Needs, Resources
 from kvfactory.cacheplan import GroupPlan, Limits
-from kvfactory.spec import Device
+from kvfactory.spec import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvfactory.pools import Pool
+    from kvfactory.reference import Oracle
+    from kvfactory.steps import Step
 
 
 FEATURES = frozenset(
-    {"window", "chunk", "soft_cap", "sinks", "non_causal", "cross", "mla", "k_only"}
-    | {"exact", "tree_mask", "select"}
+    {"window", "chunk", "soft_cap", "sinks", "non_causal", "cross", "mla", "k_only", "entries"}
+    | {"exact", "selected", "center", "center_with_soft_cap", "scale_per_head"}
 )
+
+
+@dataclass(frozen=True)
+class OracleRunner:
+    """The oracle for one group; it reads lengths from the step, so there is nothing to prepare."""
+
+    oracle: Oracle
+    takes_new: bool
+    capturable: bool = False
+
+    def prepare(self, step: Step) -> None:
+        """Nothing."""
+
+    def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
+        """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
+        return self.oracle.attend(layer_index, q, step, extra)
 
 
 @dataclass(frozen=True)
@@ -29,23 +46,31 @@ class TorchBackend:
     name: str = "torch"
     rank: int = 0
 
-    def needs(self, device: Device) -> Needs:
+    def needs(self, spec: Spec) -> Needs:
         """Nothing but torch."""
         return Needs(device_types=frozenset({"cpu", "cuda"}), features=FEATURES)
 
     def workspace(
-        self, groups: Sequence[GroupPlan], limits: Limits, device: Device
+        self, groups: Sequence[GroupPlan], limits: Limits, spec: Spec
     ) -> Mapping[str, int]:
         """None."""
         return {}
 
+    def kernels(self, group: GroupPlan, spec: Spec) -> Mapping[str, str]:
+        """One path for everything."""
+        return {"decode and prefill": "torch operations: the oracle, float32 arithmetic"}
+
     def bind(
-        self, group: GroupPlan, pool: Pool, workspace: Mapping[str, Tensor]
-    ) -> AttentionRunner:
-        """The oracle over ``pool``."""
+        self, groups: Sequence[GroupPlan], resources: Resources
+    ) -> Mapping[str, AttentionRunner]:
+        """The oracle over each group's pool."""
         from kvfactory.reference import Oracle
 
-        return Oracle(group, pool)
+        exact = resources.plan.spec.backend.new_tokens == "exact"
+        return {
+            group.name: OracleRunner(Oracle(group, resources.pools[group.name]), exact)
+            for group in groups
+        }
 
 
 PLUGINS = (TorchBackend(),)
