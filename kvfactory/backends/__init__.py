@@ -10,15 +10,6 @@ from kvfactory.backends.contract import (
     refusals,
 )
 
-
-    "BACKENDS",
-    "AttendExtra",
-    "AttentionRunner",
-    "Backend",
-    "Needs",
-    "Resources",
-    "refusals",
-]
 __all__ = [
     "BACKENDS",
     "AttendExtra",
