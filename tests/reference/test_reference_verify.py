@@ -97,6 +97,19 @@ def test_cross_attention_passes() -> None:
     assert [verdict.passed for verdict in verifier.verdicts()] == [True, True]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("case", list(CASES))
+def test_caches_pass_on_a_gpu(case: str) -> None:
+    card = torch.cuda.get_device_properties(0)
+    sm = card.major * 10 + card.minor
+    device = {"name": "gpu", "type": "cuda", "sm": sm, "num_sms": card.multi_processor_count}
+    planned = plan(spec(**CASES[case], device=device, backend={"name": "torch"}))
+    verifier = Verifier(planned, device="cuda")
+    run(build(planned), verifier)
+    assert all(verdict.passed for verdict in verifier.verdicts())
+
+
 QUANTS = "fp8_e4m3 fp8_e5m2 fp8_e4m3_token_head int8_token_head int4_g32 mxfp8 mxfp4 nvfp4"
 
 
