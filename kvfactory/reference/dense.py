@@ -34,7 +34,10 @@ def visible_keys(
     if work.chunk_tokens is not None:
         seen &= queries[:, None] // work.chunk_tokens == keys[None, :] // work.chunk_tokens
     if select is not None:
-        seen &= torch.stack([torch.isin(keys, row) for row in select.long()])
+        columns = select.long() + 1  # column 0 takes the padding
+        top = max(int(x.max()) if x.numel() else 0 for x in (columns, keys + 1))
+        chosen = torch.zeros(len(queries), top + 1, dtype=torch.bool, device=keys.device)
+        seen &= chosen.scatter_(1, columns, True)[:, keys + 1]
     return seen
 
 

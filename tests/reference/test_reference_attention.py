@@ -330,3 +330,5 @@ def test_dense_select() -> None:
     select = torch.tensor([[0, 5, -1], [7, 2, 1], [3, -1, -1]], dtype=torch.int32)
     seen = visible_keys(scene.work, torch.arange(6, 9), torch.arange(9), select)
     assert [row.nonzero().flatten().tolist() for row in seen] == [[0, 5], [1, 2, 7], [3]]
+    none = visible_keys(scene.work, torch.arange(0), torch.arange(9), select[:0])
+    assert none.shape == (0, 9)

@@ -12,6 +12,7 @@ import torch
 from kvfactory.builder import build
 from kvfactory.cache import Cache
 from kvfactory.planner import plan
+from kvfactory.reference import Selector
 from kvfactory.spec import Spec
 from kvfactory.verify import (
     ErrorMeter,
@@ -134,6 +135,30 @@ def test_latent_error_counts_twice() -> None:
     assert verdict.passed
     assert verdict.value_error == pytest.approx(0.0257, rel=0.05)
     assert verdict.key_error == pytest.approx(verdict.value_error * math.sqrt(128 / 192), rel=0.02)
+
+
+def test_sparse_attention_passes() -> None:
+    """Index keys choose tokens; attention over the chosen, dense and paged, agrees."""
+    main = MLA | {"kind": "full", "layers": "0-1", "qk_rope_head_dim": 64}
+    index = {"kind": "sparse_index", "layers": "0-1", "selects": "main", "index_heads": 8}
+    groups = {"main": main, "index": index | {"head_dim": 64, "topk": 6}}
+    planned = plan(spec(groups, backend={"name": "torch"}))
+    cache, verifier, group = build(planned), Verifier(planned), planned.by_name["index"]
+    pool, number = cache.pool(1, "index")
+    sequences = cache.open(3)
+    for new in ([40, 3, 17], [1, 1, 1]):
+        step = cache.extend(sequences, new)
+        keys = verifier.workload.draw(group, sum(new), sum(new))
+        pool.write(number, step.tables[group.table].slots, **keys.tensors)
+        selected = Selector(group, pool).select(number, keys.q, step, keys.weights)
+        given = verifier.inputs(planned.groups[0], 1, step)
+        select = selected.positions
+        out = cache.attend(1, given.q, *given.kv, step, select=select)
+        verifier.compare(planned.groups[0], 1, step, given, out, select)
+        assert (select >= 0).sum(1).max() == 6
+        cache.commit(step)
+    (verdict,) = verifier.verdicts()
+    assert verdict.passed
 
 
 def test_a_wrong_window_fails() -> None:
