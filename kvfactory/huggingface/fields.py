@@ -58,8 +58,8 @@ class Fields:
         """Record that ``keys`` contradict each other, unless one of them is wrong by itself."""
         blamed = {problem.path for problem in self.ledger.problems}
         if not any(self.path(key) in blamed for key in keys):
-            got = ", ".join(f"{key}={self._show(key)}" for key in keys)
-            self.wrong(keys[0], need, got)
+            shown = (f"{key}={self._show(key)}" if self.has(key) else f"no {key}" for key in keys)
+            self.wrong(keys[0], need, ", ".join(shown))
 
     def note(self, text: str) -> None:
         """Record a fact that the mapping cannot carry but its user must know."""

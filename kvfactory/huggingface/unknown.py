@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvfactory.errors import did_you_mean
+from difflib import get_close_matches
+
 from kvfactory.huggingface.attention import Rule, read_attention
 from kvfactory.huggingface.doubts import refuse_doubts
 from kvfactory.huggingface.family import FAMILIES, Geometry
@@ -29,6 +30,6 @@ def read_unknown(config: Fields) -> Geometry:
 
 def _refuse(config: Fields, missing: list[str]) -> None:
     types = [t for name in FAMILIES.names() for t in FAMILIES.get(name, PATH).model_types]
-    close = did_you_mean(config.text("model_type"), types)
+    close = get_close_matches(config.text("model_type"), types, n=1, cutoff=0.8)
     need = f"a known model type, or the standard keys {', '.join(missing)}"
-    config.wrong("model_type", need, fix=f"model_type={close}" if close else "")
+    config.wrong("model_type", need, fix=f"model_type={close[0]}" if close else "")

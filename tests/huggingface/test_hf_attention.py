@@ -240,8 +240,24 @@ def test_openelm_heads_grow_from_layer_to_layer(read: Any) -> None:
         ({"model_type": "gptj", "n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4}, 4),
         ({"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 4, "n_embd": 32}, 1),
         ({"model_type": "bloom", "n_layer": 2, "num_attention_heads": 4, "n_embed": 32}, 4),
-        ({"model_type": "opt", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}, 4),
-        ({"model_type": "falcon", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}, 1),
+        (
+            {
+                "model_type": "opt",
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "hidden_size": 32,
+            },
+            4,
+        ),
+        (
+            {
+                "model_type": "falcon",
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "hidden_size": 32,
+            },
+            1,
+        ),
         (
             {
                 "model_type": "falcon",

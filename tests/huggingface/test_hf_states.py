@@ -138,7 +138,12 @@ def test_minimax_m3_selects_blocks_in_its_sparse_layers(read: Any) -> None:
 
 
 def test_minimax_m3_in_the_words_of_transformers(read: Any) -> None:
-    flat = {"index_n_heads": 4, "index_head_dim": 16, "index_block_size": 32, "index_topk_blocks": 2}
+    flat = {
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_block_size": 32,
+        "index_topk_blocks": 2,
+    }
     types = ["full_attention"] * 2 + ["minimax_m3_sparse"] * 6
     groups = read(config("minimax_m3_vl_text", flat, layer_types=types))["groups"]
     assert (groups["index"]["topk"], groups["index"]["block_tokens"]) == (2, 32)
@@ -293,7 +298,18 @@ NEMOTRON = {
     "layers",
     [
         {"hybrid_override_pattern": "M-M*EM*-"},
-        {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe", "mamba", "attention", "mlp"]},
+        {
+            "layers_block_type": [
+                "mamba",
+                "mlp",
+                "mamba",
+                "attention",
+                "moe",
+                "mamba",
+                "attention",
+                "mlp",
+            ]
+        },
     ],
 )
 def test_nemotron_h_spells_its_layers(read: Any, layers: Any) -> None:

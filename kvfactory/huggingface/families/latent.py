@@ -12,7 +12,9 @@ from kvfactory.huggingface.groups import collect
 from kvfactory.huggingface.latent import indexed_layers, read_index, read_latent
 from kvfactory.huggingface.layertypes import FULL, INDEXED, always, layer_types, num_layers
 
-_LATENT = """deepseek_v3 kimi_k2 kimi_k25 kimi_vl glm4_moe_lite mistral4 minicpm3 axk1 youtu sarvam_mla""".split()
+_LATENT = """
+deepseek_v3 kimi_k2 kimi_k25 kimi_vl glm4_moe_lite mistral4 minicpm3 axk1 youtu sarvam_mla
+""".split()
 _CONTEXT = ("max_position_embeddings", "model_max_length")
 
 

@@ -62,10 +62,8 @@ def _state(config: Fields) -> Group:
     else:
         dim = config.integer("mamba_d_head")
     if heads * dim != inner:
-        config.clash(
-            ["mamba_n_heads", config.given(("mamba_d_ssm", "mamba_expand"))],
-            "heads that fill the inner width",
-        )
+        width = config.given(("mamba_d_ssm", "mamba_expand", "hidden_size"))
+        config.clash(["mamba_n_heads", width], "heads that fill the inner width")
     return mamba2(
         config,
         heads,
