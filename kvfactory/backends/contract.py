@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class Needs:
     """What a backend can serve; ``None`` means anything.
 
-    ``features`` are names among those that ``features()`` gives. ``head_dims`` bounds K and V,
-    ``latent_dims`` (kv_lora_rank, qk_rope_head_dim) of MLA. ``dtypes``: the compute types.
+    ``features`` are names among those that ``features()`` gives. ``head_dims`` and ``quants``
+    bound K and V, ``latent_dims`` (kv_lora_rank, qk_rope_head_dim) and ``latent_quants`` bound
+    MLA. ``dtypes``: the compute types.
     ``contiguous_dim``: the innermost axis is dim, unsplit. ``equal_strides``: K and V views have
     the same type, shape and strides (MLA excepted). ``max_stride_elements`` bounds every stride,
     and all strides and offsets of data planes are multiples of ``align_bytes``.
@@ -41,6 +42,7 @@ class Needs:
     latent_dims: frozenset[tuple[int, int]] | None = None
     dtypes: frozenset[str] | None = None
     quants: frozenset[str] | None = None
+    latent_quants: frozenset[str] | None = None
     contiguous_dim: bool = False
     equal_strides: bool = False
     max_stride_elements: int | None = None
@@ -168,6 +170,9 @@ def features(group: GroupPlan, spec: Spec) -> frozenset[str]:
         return frozenset({"recurrence"})
     constants = {table for tensor in group.tensors for table in tensor.constants}
     centers = {table.tensor for table in constants if table.name == "center"}
+    choice, latent = spec.backend, work.geometry == "mla"
+    lossy = not stored_exactly(group)
+    exact = lossy and choice.new_tokens == "exact"
     asked: Mapping[str, Any] = {
         "window": work.window_tokens,
         "chunk": work.chunk_tokens,
@@ -175,16 +180,26 @@ def features(group: GroupPlan, spec: Spec) -> frozenset[str]:
         "sinks": work.sinks,
         "non_causal": not work.causal,
         "cross": group.kind == "cross",
-        "mla": work.geometry == "mla",
+        "mla": latent,
+        "mla_window": latent and work.window_tokens,
+        "mla_soft_cap": latent and work.soft_cap,
+        "mla_exact": latent and exact,
         "k_only": work.geometry == "gqa" and not group.has("v"),
         "entries": group.tokens_per_entry > 1,
         "selected": group.group in _selected(spec),
         "center": centers,
         "center_with_soft_cap": work.soft_cap and "k" in centers,
         "scale_per_head": any(table.name == "scale" and table.shape for table in constants),
-        "exact": spec.backend.new_tokens == "exact",
+        "exact": exact,
+        "ragged_of_stored": choice.prefill == "ragged" and lossy and not exact,
+        "deterministic": choice.deterministic,
     }
     return frozenset(name for name, value in asked.items() if value)
+
+
+def stored_exactly(group: GroupPlan) -> bool:
+    """Whether reading gives back the bits of the compute type that were written."""
+    return all(t.quant == "plain" and not t.constants for t in group.tensors)
 
 
 def _selected(spec: Spec) -> frozenset[str]:
@@ -205,10 +220,10 @@ def _storage_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Pro
 
 
 def _format_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Problem]:
+    quants = needs.latent_quants if group.has("latent") else needs.quants
     for tensor in group.tensors:
-        if needs.quants is not None and tensor.quant not in needs.quants:
-            got = f"{tensor.name} in {tensor.quant}"
-            yield Problem(path, got, f"one of {_any(needs.quants)}")
+        if quants is not None and tensor.quant not in quants:
+            yield Problem(path, f"{tensor.name} in {tensor.quant}", f"one of {_any(quants)}")
         if needs.dtypes is not None and tensor.logical.dtype not in needs.dtypes:
             got = f"{tensor.name} of type {tensor.logical.dtype}"
             yield Problem(path, got, f"one of {_any(needs.dtypes)}", "model.dtype=bfloat16")

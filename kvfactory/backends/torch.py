@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 FEATURES = frozenset(
-    {"window", "chunk", "soft_cap", "sinks", "non_causal", "cross", "mla", "k_only", "entries"}
-    | {"exact", "selected", "center", "center_with_soft_cap", "scale_per_head"}
+    {"window", "chunk", "soft_cap", "sinks", "non_causal", "cross", "k_only", "entries"}
+    | {"mla", "mla_window", "mla_soft_cap", "mla_exact", "exact", "selected"}
+    | {"center", "center_with_soft_cap", "scale_per_head", "deterministic"}
 )
 
 
