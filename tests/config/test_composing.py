@@ -169,11 +169,11 @@ app()
 KEYS = {
     "model": "name num_layers dtype max_context groups aliases",
     "kv": "page_tokens align_bytes quant layout groups recipes constants",
-    "memory": "name options budget",
+    "memory": "name options budget ratios tokens",
     "device": "name type sm num_sms memory_bytes granule_bytes",
     "backend": "name options new_tokens prefill accuracy deterministic",
     "engine": "max_requests prefill_chunk_tokens steps_in_flight draft_tokens",
-    "workload": "requests tokens trace step_ms",
+    "workload": "requests tokens mean_tokens trace step_ms",
 }
 
 
