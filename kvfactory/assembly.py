@@ -39,9 +39,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class TableDraft:
-    """A table before sizing: its name, and the pages that one request can own and address."""
+    """A table before sizing: its spec groups, and the pages that a request can own and address."""
 
     name: str
+    groups: tuple[str, ...]
     key: TableKey
     live_pages: int
     row_pages: int

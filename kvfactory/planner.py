@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvfactory.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
@@ -11,7 +11,7 @@ from kvfactory.cacheplan import Attention, CachePlan, Choice, GroupPlan, Workspa
 from kvfactory.errors import CapabilityError, Problem
 from kvfactory.grouping import Draft, Findings, draft_groups
 from kvfactory.memory import MEMORIES
-from kvfactory.sizing import draft_tables, sizes_for, solve
+from kvfactory.sizing import crowded_chunks, draft_tables, sizes_for, solve
 from kvfactory.spec import Spec
 
 
@@ -32,9 +32,19 @@ def plan(spec: Spec) -> CachePlan:
     choices = _choose(planner.lay(first).groups, spec)
     planner = _Planner(spec, drafts, tables, choices)
     sizes, binding = solve(tables, spec, planner.count)
-    laid = replace(planner.lay(sizes), memory=memory, binding=binding, notes=tuple(findings.notes))
+    laid = replace(planner.lay(sizes), memory=memory, binding=binding)
     _confirm(laid)
-    return laid
+    return replace(laid, notes=(*findings.notes, *_crowded(laid)))
+
+
+def _crowded(laid: CachePlan) -> Iterator[str]:
+    """Where the pages do not always do for whole chunks of prefill."""
+    chunks = crowded_chunks(laid.tables, laid.spec, laid.limits.admitted)
+    for name, tokens in chunks.items():
+        yield (
+            f"with {laid.limits.admitted} requests at their longest, table {name} has pages for"
+            f" prefill chunks of {tokens:,} tokens, not {laid.spec.engine.prefill_chunk_tokens:,}"
+        )
 
 
 class _Planner:

@@ -29,6 +29,7 @@ Positive = Annotated[int, Field(ge=1, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 PowerOfTwo = Annotated[int, Field(ge=1, le=2**30)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.+-]*$")]
+Share = Annotated[float, Field(gt=0, le=1)]
 FloatType = Literal["bfloat16", "float16", "float32"]
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -315,11 +316,16 @@ class KV(Frozen):
 
 
 class Memory(Frozen):
-    """What backs the bytes, and how many there may be; without a budget the workload decides."""
+    """What backs the bytes, and how many there may be; without a budget the workload decides.
+
+    By group: ``ratios`` are tables' shares of the budget, ``tokens`` stand in place of one.
+    """
 
     name: Name = "auto"
     options: dict[str, Any] = {}
     budget: Bytes | None = None
+    ratios: dict[Name, Share] = {}
+    tokens: dict[Name, Positive] = {}
 
 
 class Device(Frozen):
@@ -359,10 +365,11 @@ class Engine(Frozen):
 
 
 class Workload(Frozen):
-    """The load to plan for: ``requests`` of ``tokens`` each, or a trace file for replay."""
+    """``requests`` of ``tokens`` each, on average of ``mean_tokens`` if given; ``trace`` a file."""
 
     requests: Annotated[int, Field(ge=1, le=2**20)] = 8
     tokens: Annotated[int, Field(ge=1, le=2**26)] = 1024
+    mean_tokens: Annotated[int, Field(ge=1, le=2**26)] | None = None
     trace: str | None = None
     step_ms: Annotated[float, Field(gt=0)] = 30.0
 

@@ -14,7 +14,10 @@ from kvfactory.planner import plan
 MODELS = ("qwen3", "gemma3_27b", "gpt_oss_120b", "deepseek_v3", "mimo_v2_flash", "llama4_scout")
 KV = {
     "bf16": {"quant": {}},
-    "fp8_page_major": {"quant": {"k": "fp8_e4m3", "v": "fp8_e4m3"}, "layout": {"tokens": "page_major"}},
+    "fp8_page_major": {
+        "quant": {"k": "fp8_e4m3", "v": "fp8_e4m3"},
+        "layout": {"tokens": "page_major"},
+    },
     "mixed_recipe": {
         "quant": {"k": "int8_token_head", "v": "fp8_e4m3"},
         "recipes": {"edge": {"layers": [0, -1], "quant": {"k": "plain", "v": "plain"}}},
@@ -94,6 +97,6 @@ def test_without_a_budget_the_workload_decides(gemma: dict[str, Any]) -> None:
     full, local = laid.tables
     assert full.num_pages == 1 + 3 * 4096 // 16
     steady = (1024 + 2 - 2) // 16 + 1
-    prefill = min(4096 // 16, -(-(1024 + 4096 - 2) // 16) + 1)
-    assert local.num_pages == 1 + 3 * steady + (prefill - steady)
+    prefill = -(-(1024 + 2 * 2048 + 2 * 2 - 2) // 16) + 1
+    assert local.num_pages == 1 + 2 * (steady + 1) + prefill
     assert laid.limits.admitted == 3
