@@ -82,7 +82,22 @@ def flat_ids(views: GroupViews, ids: Ids, what: str, mask: Tensor | None = None)
         SpecError: not integers.
         BooksError: an id on the host that is not in the pool.
     """
-    found = as_ids(ids, what).to(torch.int64).reshape(-1)
+    return _in_pool(views, as_ids(ids, what), what, mask).to(views.arena.device).contiguous()
+
+
+def host_ids(views: GroupViews, ids: Ids, what: str) -> list[int]:
+    """``ids`` as Python numbers, all of them checked; waits for the device if they are there.
+
+    Raises:
+        SpecError: not integers.
+        BooksError: an id that is not in the pool.
+    """
+    found: list[int] = _in_pool(views, as_ids(ids, what).cpu(), what, None).tolist()
+    return found
+
+
+def _in_pool(views: GroupViews, ids: Tensor, what: str, mask: Tensor | None) -> Tensor:
+    found = ids.to(torch.int64).reshape(-1)
     limit = views.num_pages if what.endswith("pages") else views.num_slots
     checked = found if mask is None or not found.is_cpu else _kept_on_host(found, mask)
     if checked is not None and checked.is_cpu and checked.numel():
@@ -91,7 +106,7 @@ def flat_ids(views: GroupViews, ids: Ids, what: str, mask: Tensor | None = None)
             wrong = int(low) if low < 0 else int(high)
             need = f"ids of group {views.group.name}, 0 to {limit - 1}"
             raise BooksError(Problem(what, str(wrong), need))
-    return found.to(views.arena.device).contiguous()
+    return found
 
 
 def _kept_on_host(ids: Tensor, mask: Tensor) -> Tensor | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfactory.errors import Problem, SpecError
+from kvfactory.errors import Problem
 from kvfactory.pools.ops import Ops
-from kvfactory.pools.transfer import Manifest, manifest
+from kvfactory.pools.transfer import Manifest
 from kvfactory.pools.views import GroupViews
 
 CHUNK_BYTES = 64 * 2**20
@@ -39,8 +39,8 @@ class PageImage:
         return self.data.numel()
 
 
-def offload(views: GroupViews, ops: Ops, pages: Tensor, chunk_bytes: int) -> PageImage:
-    """The image of ``pages`` int64 [n]; complete when this returns."""
+def offload(views: GroupViews, ops: Ops, pages: Tensor, chunk_bytes: int) -> Tensor:
+    """The data of an image of ``pages`` int64 [n]; complete when this returns."""
     on_gpu = views.arena.is_cuda
     data = torch.zeros(len(pages), views.image_bytes, dtype=torch.uint8, pin_memory=on_gpu)
     for part in _chunks(views, len(pages), chunk_bytes):
@@ -52,22 +52,21 @@ def offload(views: GroupViews, ops: Ops, pages: Tensor, chunk_bytes: int) -> Pag
             ops.pack(pages[part], data[part])
     if on_gpu:
         torch.cuda.current_stream(views.arena.device).synchronize()
-    return PageImage(manifest(views), data)
+    return data
 
 
-def load(views: GroupViews, ops: Ops, image: PageImage, pages: Tensor, chunk_bytes: int) -> None:
-    """``image`` into ``pages`` int64 [n], in the order of the current stream.
+def problems(image: PageImage, ours: Manifest, num_pages: int) -> tuple[Problem, ...]:
+    """Why ``image`` cannot be loaded into ``num_pages`` pages of a pool with manifest ``ours``."""
+    wrong = list(ours.mismatches(image.manifest, same_layout=False))
+    if image.num_pages != num_pages:
+        wrong.append(Problem("pages", f"{num_pages} pages", f"{image.num_pages}, as in the image"))
+    return tuple(wrong)
 
-    Raises:
-        SpecError: another number of pages, or an image of other formats, dims or constants.
-    """
-    wrong = list(manifest(views).mismatches(image.manifest, same_layout=False))
-    if image.num_pages != len(pages):
-        wrong.append(Problem("pages", f"{len(pages)} pages", f"{image.num_pages}, as in the image"))
-    if wrong:
-        raise SpecError(*wrong)
+
+def load(views: GroupViews, ops: Ops, data: Tensor, pages: Tensor, chunk_bytes: int) -> None:
+    """An image's ``data`` into ``pages`` int64 [n], in the order of the current stream."""
     for part in _chunks(views, len(pages), chunk_bytes):
-        staged = image.data[part].to(views.arena.device, non_blocking=True)
+        staged = data[part].to(views.arena.device, non_blocking=True)
         ops.unpack(pages[part], staged)
 
 

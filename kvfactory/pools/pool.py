@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -226,7 +227,8 @@ class Pool:
         """Copy ``pages`` to the host, through at most ``chunk_bytes`` (or one page) of staging."""
         checks.storage(self.bound)
         flat = checks.flat_ids(self.bound, pages, "pages")
-        return image.offload(self.bound, self.ops, flat, chunk_bytes)
+        data = image.offload(self.bound, self.ops, flat, chunk_bytes)
+        return image.PageImage(self.manifest(), data)
 
     def load(
         self, saved: image.PageImage, pages: Ids, chunk_bytes: int = image.CHUNK_BYTES
@@ -238,7 +240,10 @@ class Pool:
         """
         checks.storage(self.bound)
         flat = checks.flat_ids(self.bound, pages, "pages")
-        image.load(self.bound, self.ops, saved, flat, chunk_bytes)
+        wrong = image.problems(saved, self.manifest(), len(flat))
+        if wrong:
+            raise SpecError(*wrong)
+        image.load(self.bound, self.ops, saved.data, flat, chunk_bytes)
 
     def transfer_regions(self, pages: Ids) -> tuple[transfer.Region, ...]:
         """The fewest contiguous runs per page that hold ``pages``, page by page.
@@ -246,11 +251,14 @@ class Pool:
         Copied in order to the runs of as many pages of a pool with an equal manifest they
         reproduce every byte; ``transfer.copies`` pairs them and joins neighbours.
         """
-        flat = checks.flat_ids(self.bound, pages, "pages").tolist()
-        runs = transfer.regions(self.group)
-        return tuple(run.of_page(page) for page in flat for run in runs)
+        found = checks.host_ids(self.bound, pages, "pages")
+        return tuple(run.of_page(page) for page in found for run in self._runs)
+
+    @cached_property
+    def _runs(self) -> tuple[transfer.Region, ...]:
+        return transfer.regions(self.group)
 
     def manifest(self) -> transfer.Manifest:
         """What the other side of a transfer must match."""
         checks.storage(self.bound)
-        return transfer.manifest(self.bound)
+        return transfer.manifest(self.bound, self._runs)

@@ -44,43 +44,45 @@ class TorchOps:
             for plane in tensor.planes:
                 _check_codec(plane, parts[plane.part])
                 encoded[plane.key] = parts[plane.part]
+        spots = _Spots(chosen.ids)
         for key, values in encoded.items():
-            self._bytes[key].put(layer_index, chosen.ids, values)
+            self._bytes[key].put(layer_index, spots, values)
 
     def write_encoded(
         self, layer_index: int, slots: Tensor, planes: Mapping[str, Tensor], keep: Keep | None
     ) -> None:
         """Store ``planes`` (plane key -> [n, *plane]) at ``slots``."""
         chosen = self._kept(slots, self._views.num_slots, keep)
+        spots = _Spots(chosen.ids)
         for key, target in self._bytes.items():
-            target.put(layer_index, chosen.ids, chosen.rows(planes[key]))
+            target.put(layer_index, spots, chosen.rows(planes[key]))
 
     def read(
         self, layer_index: int, slots: Tensor, names: Sequence[str], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Decoded tensors: name -> fresh [n, *axes] in ``dtype``."""
-        slots = self._guarded(slots, self._views.num_slots)
+        spots = _Spots(self._guarded(slots, self._views.num_slots))
         found = {}
         for name in names:
             tensor = self._tensors[name]
-            parts = {p.part: self._bytes[p.key].take(layer_index, slots) for p in tensor.planes}
+            parts = {p.part: self._bytes[p.key].take(layer_index, spots) for p in tensor.planes}
             found[name] = self._decode(tensor, layer_index, parts, dtype)
         return found
 
     def gather(self, layer_index: int | None, slots: Tensor) -> dict[str, Tensor]:
         """Raw planes in the order of ``slots``: key -> fresh [n, *plane], or [L, n, *plane]."""
-        slots = self._guarded(slots, self._views.num_slots)
+        spots = _Spots(self._guarded(slots, self._views.num_slots))
         every = slice(None) if layer_index is None else layer_index
-        return {key: source.take(every, slots) for key, source in self._bytes.items()}
+        return {key: source.take(every, spots) for key, source in self._bytes.items()}
 
     def move(self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None) -> None:
         """Copy all planes of all layers, as if every source were read before any write."""
         limit = self._views.num_slots
         chosen = self._kept(dst_slots, limit, keep)
-        sources = self._guarded(chosen.rows(src_slots), limit)
+        dst, src = _Spots(chosen.ids), _Spots(self._guarded(chosen.rows(src_slots), limit))
         for plane in self._bytes.values():
-            for layer_index in range(len(self._views.group.layers)):
-                plane.copy(layer_index, chosen.ids, sources)
+            for layer in plane.raw:
+                layer[dst.of(plane.slot_parts)] = layer[src.of(plane.slot_parts)]
 
     def move_pages(self, dst_pages: Tensor, src_pages: Tensor) -> None:
         """``move`` of whole pages."""
@@ -152,6 +154,25 @@ class _Chosen:
         return values if self.mask is None else values[self.mask]
 
 
+class _Spots:
+    """Slots as indices into a layer of ``raw``: page and parts of the offset in it, found once."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self._slots = slots
+        self._found: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+
+    def of(self, slot_parts: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """(page, offset) of every slot, the offset split into ``slot_parts``."""
+        if slot_parts not in self._found:
+            rest = self._slots
+            parts: list[Tensor] = []
+            for extent in reversed(slot_parts):
+                parts.insert(0, rest % extent)
+                rest = rest // extent
+            self._found[slot_parts] = (rest, *parts)
+        return self._found[slot_parts]
+
+
 @dataclass(frozen=True)
 class _PlaneBytes:
     """A plane as integers.
@@ -165,31 +186,18 @@ class _PlaneBytes:
     shape: tuple[int, ...]
     slot_parts: tuple[int, ...]
 
-    def take(self, layers: int | slice, slots: Tensor) -> Tensor:
+    def take(self, layers: int | slice, spots: _Spots) -> Tensor:
         """Fresh [n, *shape] of one layer, or [L, n, *shape] of a slice of them."""
-        where: tuple[Any, ...] = (layers, *self._spots(slots))
+        where: tuple[Any, ...] = (layers, *spots.of(self.slot_parts))
         found = self.raw[where]
         lead = found.shape[: found.dim() - (self.raw.dim() - 2 - len(self.slot_parts))]
         return self._typed(found).reshape(*lead, *self.shape)
 
-    def put(self, layer_index: int, slots: Tensor, values: Tensor) -> None:
-        """Store ``values`` [n, *shape] in ``dtype`` at ``slots`` of a layer."""
+    def put(self, layer_index: int, spots: _Spots, values: Tensor) -> None:
+        """Store ``values`` [n, *shape] in ``dtype`` at ``spots`` of a layer."""
         own = self.raw.shape[2 + len(self.slot_parts) :]
         integers = values.contiguous().view(-1).view(self.raw.dtype)
-        self.raw[layer_index][self._spots(slots)] = integers.view(len(slots), *own)
-
-    def copy(self, layer_index: int, dst_slots: Tensor, src_slots: Tensor) -> None:
-        """Copy entries within a layer; all sources are read first."""
-        layer = self.raw[layer_index]
-        layer[self._spots(dst_slots)] = layer[self._spots(src_slots)]
-
-    def _spots(self, slots: Tensor) -> tuple[Tensor, ...]:
-        """Page and slot parts of every slot, as indices into a layer of ``raw``."""
-        found: list[Tensor] = []
-        for extent in reversed(self.slot_parts):
-            found.insert(0, slots % extent)
-            slots = slots // extent
-        return (slots, *found)
+        self.raw[layer_index][spots.of(self.slot_parts)] = integers.view(len(values), *own)
 
     def _typed(self, integers: Tensor) -> Tensor:
         return integers.contiguous().view(-1).view(self.dtype)

@@ -211,8 +211,8 @@ class Manifest:
 _ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
-def manifest(views: GroupViews) -> Manifest:
-    """The manifest of a pool; reads its constants from the device."""
+def manifest(views: GroupViews, runs: Sequence[Region]) -> Manifest:
+    """The manifest of a pool with the ``regions`` ``runs``; reads its constants from the device."""
     group = views.group
     return Manifest(
         kind=group.kind,
@@ -224,7 +224,7 @@ def manifest(views: GroupViews) -> Manifest:
             for t in group.tensors
         ),
         layout=group.layout,
-        planes=tuple(_forms(group)),
+        planes=tuple(_forms(group, runs)),
         constants=tuple(_digests(views)),
     )
 
@@ -256,8 +256,8 @@ def _names(items: Sequence[Any]) -> list[str]:
     return found
 
 
-def _forms(group: GroupPlan) -> Iterator[PlaneForm]:
-    by_key = {key: region for region in reversed(regions(group)) for key in region.planes}
+def _forms(group: GroupPlan, runs: Sequence[Region]) -> Iterator[PlaneForm]:
+    by_key = {key: region for region in reversed(runs) for key in region.planes}
     for plane in group.planes:
         region = by_key[plane.key]
         axes = [axis for axis in _axes(plane.place) if axis.label != "page"]

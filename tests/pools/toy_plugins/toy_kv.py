@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvfactory.errors import Problem
 from kvfactory.layouts import Layout
 from kvfactory.quant import Codec, Constant, Logical, Options, Plane
-from kvfactory.quant.codec import Scheme
+from kvfactory.quant.codec import TOKEN_ROLES, Scheme
 from kvfactory.quant.numerics import torch_dtype
 
 if TYPE_CHECKING:
@@ -68,4 +68,6 @@ def _make(options: Options) -> Codec:
     return Sixteenths()
 
 
-QUANT = Scheme("toy_sixteenths", "16-bit codes with two steps a head", "this test", _make)
+QUANT = Scheme(
+    "toy_sixteenths", "16-bit codes, two steps a head", "this test", _make, roles=TOKEN_ROLES
+)
