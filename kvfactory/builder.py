@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvfactory.backends import BACKENDS, AttentionRunner, Resources
-from kvfactory.books import Books, BooksShape, StateShape, TableShape
+from kvfactory.books import Books
+from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache, Parts
 from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import BuildError, Problem
@@ -36,19 +37,6 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
             runners=_bind(plan, pools, arena),
             buffers=StepBuffers(plan, arena),
         )
-    )
-
-
-def books_shape(plan: CachePlan) -> BooksShape:
-    """What the books of ``plan`` keep account of."""
-    return BooksShape(
-        tables=tuple(
-            TableShape(t.name, t.lifetime, t.page_tokens, t.num_pages, t.row_pages)
-            for t in plan.tables
-        ),
-        states=tuple(StateShape(s.name, s.num_slots) for s in plan.states),
-        max_requests=plan.limits.max_requests,
-        steps_in_flight=plan.limits.steps_in_flight,
     )
 
 

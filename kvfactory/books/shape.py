@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvfactory.cacheplan import CachePlan
 from kvfactory.kinds import Lifetime
 
 
@@ -43,3 +44,16 @@ class BooksShape:
     states: tuple[StateShape, ...]
     max_requests: int
     steps_in_flight: int
+
+
+def books_shape(plan: CachePlan) -> BooksShape:
+    """What the books of ``plan`` keep account of."""
+    return BooksShape(
+        tables=tuple(
+            TableShape(t.name, t.lifetime, t.page_tokens, t.num_pages, t.row_pages)
+            for t in plan.tables
+        ),
+        states=tuple(StateShape(s.name, s.num_slots) for s in plan.states),
+        max_requests=plan.limits.max_requests,
+        steps_in_flight=plan.limits.steps_in_flight,
+    )
