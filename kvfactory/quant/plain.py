@@ -69,7 +69,7 @@ def _triton() -> tuple[Any, Any, Mapping[str, Any]]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        return (x.to(options[0]),)
+        return (device.convert(x, options[0]),)
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):

@@ -92,9 +92,22 @@ def nonzero(scale):
 
 
 @triton.jit
+def convert(x, dtype: tl.constexpr):
+    """``x`` in the float type ``dtype`` of 16 or 32 bits, ties to even; as it is if it has it."""
+    if x.dtype == tl.float64:
+        x = x.to(tl.float32)
+    if INTERPRETED and x.dtype == tl.float32 and dtype == tl.bfloat16:
+        odd = (bits(x) >> 16) & 1
+        rounded = tl.where(x == x, (bits(x) + 0x7FFF + odd) >> 16, 0x7FC0)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def cast(x, dtype: tl.constexpr):
     """float32 ``x`` in a shorter float type, NaN as the positive quiet one."""
-    return tl.where(x == x, x.to(dtype), tl.full(x.shape, float("nan"), dtype))
+    return tl.where(x == x, convert(x, dtype), tl.full(x.shape, float("nan"), dtype))
 
 
 @triton.jit
@@ -162,6 +175,8 @@ def from_e5m2(codes):
     """float32 values of E5M2 ``codes`` (uint8)."""
     values = codes.to(tl.float8e5, bitcast=True).to(tl.float32)
     if INTERPRETED:
+        infinite = tl.where(codes >= 0x80, float("-inf"), float("inf"))
+        values = tl.where((codes & 0x7F) == 0x7C, infinite, values)
         values = tl.where((codes & 0x7F) > 0x7C, float("nan"), values)
     return values
 

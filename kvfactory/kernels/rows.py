@@ -1,0 +1,293 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: N803, N806, RET505
+"""Kernels that encode rows into the pool and decode them out of it: all tensors in one launch.
+
+Legend: ``n`` entries of S rows each; a row is D elements of one (slot, head), padded to P. A
+program takes R rows of one tensor: x [R, P] -> the codec's tiles [R, p], one per plane. ``slots``
+int64 [n]. KEEP: see ``addressing.kept``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvfactory.kernels.addressing import along, checked, count, get, kept, unit_step
+from kvfactory.quant.device.numerics import DTYPES, convert
+
+
+@triton.constexpr_function
+def encoder(tensor):
+    """The codec's encode."""
+    return tensor.codec.encode
+
+
+@triton.constexpr_function
+def decoder(tensor):
+    """The codec's decode."""
+    return tensor.codec.decode
+
+
+@triton.constexpr_function
+def options(tensor):
+    """The codec's options."""
+    return tensor.codec.options
+
+
+@triton.constexpr_function
+def slot_rows(tensor):
+    """Rows in a slot."""
+    return tensor.slot_rows
+
+
+@triton.constexpr_function
+def tile_type(plane):
+    """The type in which codecs see the plane: eight-bit floats are bytes."""
+    if plane.dtype.startswith("float8"):
+        return tl.uint8
+    return DTYPES[plane.dtype]
+
+
+@triton.constexpr_function
+def tile_width(tensor, plane):
+    """Padded elements along the rows that a plane's tile has."""
+    if plane.along == (1, 0, 0):
+        return 1
+    width = plane.extent * tensor.width // tensor.extent
+    return 1 << (width - 1).bit_length()
+
+
+@triton.constexpr_function
+def layer_only(constant):
+    """Whether the constant is one value a layer."""
+    return constant.along == 0 and not any(constant.rows)
+
+
+@triton.constexpr_function
+def step_unit(pointer, aligned):
+    """Elements that a step of the rows' own tensor counts: 16 bytes when all is aligned to that."""
+    return 128 // pointer.element_ty.primitive_bitwidth if aligned else 1
+
+
+@triton.jit
+def _row_step(row, TENSOR: tl.constexpr, PLACE: tl.constexpr):
+    """Where rows ``row`` (index within a slot) lie in a plane."""
+    AXES: tl.constexpr = count(TENSOR, "row_extents")
+    offset = tl.zeros_like(row).to(tl.int64)
+    for back in tl.static_range(AXES):
+        if back == AXES - 1:
+            offset += along(row, get(PLACE, "rows", 0))
+        else:
+            extent = get(TENSOR, "row_extents", AXES - 1 - back)
+            offset += along(row % extent, get(PLACE, "rows", AXES - 1 - back))
+            row = row // extent
+    return offset
+
+
+@triton.jit
+def _source_step(row, first, TENSOR: tl.constexpr):
+    """Where rows ``row`` lie in the caller's entry: ``first`` is the step of the outermost axis."""
+    AXES: tl.constexpr = count(TENSOR, "row_extents")
+    offset = tl.zeros_like(row).to(tl.int64)
+    for back in tl.static_range(AXES):
+        if back == AXES - 1:
+            offset += row.to(tl.int64) * first
+        else:
+            extent = get(TENSOR, "row_extents", AXES - 1 - back)
+            offset += (row % extent).to(tl.int64) * get(TENSOR, "steps", AXES - 1 - back)
+            row = row // extent
+    return offset
+
+
+@triton.jit
+def _constant(arena, layer, row, inner, TENSOR: tl.constexpr, NTH: tl.constexpr):
+    """The NTH constant of the rows, float32: a scalar, or a tile broadcastable to [R, P]."""
+    TABLE: tl.constexpr = get(TENSOR, "constants", NTH)
+    base = arena.to(tl.pointer_type(tl.float32)) + get(TABLE, "offset")
+    base += layer * get(TABLE, "layer")
+    if layer_only(TABLE):
+        return tl.load(base)
+    else:
+        AXES: tl.constexpr = count(TENSOR, "row_extents")
+        offset = tl.zeros_like(row)
+        for back in tl.static_range(AXES):
+            extent = get(TENSOR, "row_extents", AXES - 1 - back)
+            offset += (row % extent) * get(TABLE, "rows", AXES - 1 - back)
+            row = row // extent
+        if get(TABLE, "along") == 0:
+            return tl.load(base + offset)[:, None]
+        else:
+            spots = base + offset[:, None] + (inner * get(TABLE, "along"))[None, :]
+            return tl.load(spots, mask=(inner < get(TENSOR, "extent"))[None, :], other=0.0)
+
+
+@triton.jit
+def _constants(arena, layer, row, inner, TENSOR: tl.constexpr):
+    """All constants of the codec, in order."""
+    MANY: tl.constexpr = count(TENSOR, "constants")
+    tl.static_assert(MANY <= 3, "at most three constants a tensor")
+    if MANY == 0:
+        return ()
+    elif MANY == 1:
+        return (_constant(arena, layer, row, inner, TENSOR, 0),)
+    elif MANY == 2:
+        return (
+            _constant(arena, layer, row, inner, TENSOR, 0),
+            _constant(arena, layer, row, inner, TENSOR, 1),
+        )
+    else:
+        return (
+            _constant(arena, layer, row, inner, TENSOR, 0),
+            _constant(arena, layer, row, inner, TENSOR, 1),
+            _constant(arena, layer, row, inner, TENSOR, 2),
+        )
+
+
+@triton.jit
+def _plane_spots(
+    arena, layer, slot, row,
+    SPEC: tl.constexpr, TENSOR: tl.constexpr, PLANE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Addresses [R, WIDTH] of a plane's elements of rows ``row`` at ``slot``."""
+    begin = unit_step(slot, PLANE, get(SPEC, "page_slots"), get(SPEC, "limit"))
+    begin += _row_step(row, TENSOR, PLANE) + layer.to(tl.int64) * get(PLANE, "layer")
+    base = arena.to(tl.pointer_type(tile_type(PLANE))) + get(PLANE, "offset")
+    return base + begin[:, None] + along(tl.arange(0, WIDTH), get(PLANE, "along"))[None, :]
+
+
+@triton.jit
+def _store_plane(
+    arena, layer, slot, row, live, tile,
+    SPEC: tl.constexpr, TENSOR: tl.constexpr, NTH: tl.constexpr,
+):  # fmt: skip
+    PLANE: tl.constexpr = get(TENSOR, "planes", NTH)
+    WIDTH: tl.constexpr = tile_width(TENSOR, PLANE)
+    BITS: tl.constexpr = tile.dtype.primitive_bitwidth
+    tl.static_assert(BITS == 8 * get(PLANE, "itemsize"), "a tile of another size than its plane")
+    mask = live[:, None] & (tl.arange(0, WIDTH) < get(PLANE, "extent"))[None, :]
+    spots = _plane_spots(arena, layer, slot, row, SPEC, TENSOR, PLANE, WIDTH)
+    tl.store(spots, tile.to(tile_type(PLANE), bitcast=True), mask=mask)
+
+
+@triton.jit
+def _load_plane(
+    arena, layer, slot, row, live,
+    SPEC: tl.constexpr, TENSOR: tl.constexpr, NTH: tl.constexpr,
+):  # fmt: skip
+    PLANE: tl.constexpr = get(TENSOR, "planes", NTH)
+    WIDTH: tl.constexpr = tile_width(TENSOR, PLANE)
+    mask = live[:, None] & (tl.arange(0, WIDTH) < get(PLANE, "extent"))[None, :]
+    return tl.load(
+        _plane_spots(arena, layer, slot, row, SPEC, TENSOR, PLANE, WIDTH), mask=mask, other=0
+    )
+
+
+@triton.jit
+def _load_planes(
+    arena, layer, slot, row, live, SPEC: tl.constexpr, TENSOR: tl.constexpr
+):  # fmt: skip
+    """The tiles of all planes, in order."""
+    MANY: tl.constexpr = count(TENSOR, "planes")
+    tl.static_assert(MANY <= 3, "at most three planes a tensor")
+    if MANY == 1:
+        return (_load_plane(arena, layer, slot, row, live, SPEC, TENSOR, 0),)
+    elif MANY == 2:
+        return (
+            _load_plane(arena, layer, slot, row, live, SPEC, TENSOR, 0),
+            _load_plane(arena, layer, slot, row, live, SPEC, TENSOR, 1),
+        )
+    else:
+        return (
+            _load_plane(arena, layer, slot, row, live, SPEC, TENSOR, 0),
+            _load_plane(arena, layer, slot, row, live, SPEC, TENSOR, 1),
+            _load_plane(arena, layer, slot, row, live, SPEC, TENSOR, 2),
+        )
+
+
+@triton.jit
+def write(
+    arena, errors, slots, keep, n, width, layer, xs, steps,
+    SPEC: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Encode row i of each tensor of ``xs`` into ``slots[i]``.
+
+    ``steps``: per tensor the step from entry to entry and along its outermost own axis, in units
+    of 16 bytes if ALIGNED, else in elements.
+    """
+    start = 0
+    for i in tl.static_range(count(SPEC, "tensors")):
+        start = _write_tensor(
+            arena, errors, slots, keep, n, width, layer, xs[i], steps[2 * i], steps[2 * i + 1],
+            start, SPEC, i, KEEP, ALIGNED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_tensor(
+    arena, errors, slots, keep, n, width, layer, x, entry_step, first_step, start,
+    SPEC: tl.constexpr, NTH: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    TENSOR: tl.constexpr = get(SPEC, "tensors", NTH)
+    R: tl.constexpr = get(TENSOR, "tile_rows")
+    ROWS: tl.constexpr = slot_rows(TENSOR)
+    tiles = tl.cdiv(n * ROWS, R)
+    tile = tl.program_id(0) - start
+    if (tile >= 0) & (tile < tiles):
+        flat = tile * R + tl.arange(0, R)
+        entry, row = flat // ROWS, flat % ROWS
+        inner = tl.arange(0, get(TENSOR, "width"))
+        UNIT: tl.constexpr = step_unit(x.dtype, ALIGNED)
+        begin = entry.to(tl.int64) * (entry_step * UNIT)
+        begin += _source_step(row, first_step * UNIT, TENSOR)
+        live = entry < n
+        mask = live[:, None] & (inner < get(TENSOR, "extent"))[None, :]
+        spots = x + begin[:, None] + (inner * get(TENSOR, "along"))[None, :]
+        values = tl.load(spots, mask=mask, other=0.0)
+        live = kept(keep, width, entry, live, KEEP)
+        slot = tl.load(slots + entry, mask=live, other=0)
+        live = checked(slot, live, errors, get(SPEC, "limit"), get(SPEC, "message"))
+        constants = _constants(arena, layer, row, inner, TENSOR)
+        ENCODE: tl.constexpr = encoder(TENSOR)
+        tiles_out = ENCODE(values, constants, options(TENSOR))
+        for plane in tl.static_range(count(TENSOR, "planes")):
+            _store_plane(arena, layer, slot, row, live, tiles_out[plane], SPEC, TENSOR, plane)
+    return start + tiles
+
+
+@triton.jit
+def read(
+    arena, errors, slots, n, layer, outs,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Decode ``slots`` into rows of each tensor of ``outs``, contiguous [n, *axes]."""
+    start = 0
+    for i in tl.static_range(count(SPEC, "tensors")):
+        start = _read_tensor(arena, errors, slots, n, layer, outs[i], start, SPEC, i)
+
+
+@triton.jit
+def _read_tensor(
+    arena, errors, slots, n, layer, out, start, SPEC: tl.constexpr, NTH: tl.constexpr
+):  # fmt: skip
+    TENSOR: tl.constexpr = get(SPEC, "tensors", NTH)
+    R: tl.constexpr = get(TENSOR, "tile_rows")
+    ROWS: tl.constexpr = slot_rows(TENSOR)
+    tiles = tl.cdiv(n * ROWS, R)
+    tile = tl.program_id(0) - start
+    if (tile >= 0) & (tile < tiles):
+        flat = tile * R + tl.arange(0, R)
+        entry, row = flat // ROWS, flat % ROWS
+        inner = tl.arange(0, get(TENSOR, "width"))
+        wanted = entry < n
+        slot = tl.load(slots + entry, mask=wanted, other=0)
+        live = checked(slot, wanted, errors, get(SPEC, "limit"), get(SPEC, "message"))
+        planes = _load_planes(arena, layer, slot, row, live, SPEC, TENSOR)
+        constants = _constants(arena, layer, row, inner, TENSOR)
+        DECODE: tl.constexpr = decoder(TENSOR)
+        values = DECODE(planes, constants, options(TENSOR))
+        values = convert(values, out.dtype.element_ty)
+        begin = entry.to(tl.int64) * get(TENSOR, "elements")
+        begin += _source_step(row, get(TENSOR, "steps", 0), TENSOR)
+        mask = wanted[:, None] & (inner < get(TENSOR, "extent"))[None, :]
+        tl.store(out + begin[:, None] + (inner * get(TENSOR, "along"))[None, :], values, mask=mask)
+    return start + tiles
