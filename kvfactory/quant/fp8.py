@@ -38,6 +38,7 @@ from kvfactory.quant.numerics import (
     resized,
     to_fp8,
     torch_dtype,
+    widen,
     without,
 )
 
@@ -90,7 +91,7 @@ class StaticFp8:
         dtype: str,
     ) -> Tensor:
         """q * scale in float32, then ``dtype``."""
-        values = planes["data"].float() * constants["scale"].unsqueeze(-1)
+        values = widen(planes["data"]) * constants["scale"].unsqueeze(-1)
         return values.to(torch_dtype(dtype))
 
     def device(self, tensor: Logical) -> DeviceCodec:
@@ -133,7 +134,7 @@ class RowFp8:
         dtype: str,
     ) -> Tensor:
         """q * scale in float32, then ``dtype``."""
-        values = planes["data"].float() * planes["scale"].unsqueeze(-1)
+        values = widen(planes["data"]) * planes["scale"].unsqueeze(-1)
         return values.to(torch_dtype(dtype))
 
     def device(self, tensor: Logical) -> DeviceCodec:
@@ -179,7 +180,7 @@ class TileFp8:
         dtype: str,
     ) -> Tensor:
         """q * scale in float32, then ``dtype``."""
-        tiles = blocks(planes["data"], TILE).float() * planes["scale"].unsqueeze(-1)
+        tiles = widen(blocks(planes["data"], TILE)) * planes["scale"].unsqueeze(-1)
         return tiles.flatten(-2).to(torch_dtype(dtype))
 
     def device(self, tensor: Logical) -> DeviceCodec:

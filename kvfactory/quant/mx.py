@@ -27,6 +27,7 @@ from kvfactory.quant.numerics import (
     resized,
     to_fp8,
     torch_dtype,
+    widen,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class MxFp8:
         dtype: str,
     ) -> Tensor:
         """q * 2^e in float32, then ``dtype``."""
-        values = e8m0.unscaled(planes["data"].float(), planes["scale"], BLOCK)
+        values = e8m0.unscaled(widen(planes["data"]), planes["scale"], BLOCK)
         return values.to(torch_dtype(dtype))
 
     def device(self, tensor: Logical) -> DeviceCodec:
