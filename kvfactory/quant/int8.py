@@ -22,6 +22,7 @@ from kvfactory.quant.codec import (
 from kvfactory.quant.numerics import (
     INT8_MAX,
     amax,
+    canonical,
     divide,
     load,
     nonzero,
@@ -114,7 +115,8 @@ class StateInt8:
             return self.other.encode(tensor, x, constants)
         x, axis = load(tensor, x), _value_axis(tensor)
         scale = divide(amax(x, axis).clamp(min=STATE_AMAX_MIN), INT8_MAX)
-        scale = scale.to(torch_dtype(tensor.dtype))
+        # How torch narrows a NaN depends on its vector unit; stored bytes must not.
+        scale = canonical(scale.to(torch_dtype(tensor.dtype)))
         return {"data": to_int8(x / scale.float().unsqueeze(axis)), "scale": scale}
 
     def decode(

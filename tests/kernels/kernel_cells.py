@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from kvfactory.cacheplan import CachePlan, GroupPlan
+from kvfactory.errors import BooksError
 from kvfactory.kernels import ErrorWords, TritonOps, kernel_ops
 from kvfactory.planner import plan
 from kvfactory.pools import Keep, TorchOps, group_views
@@ -78,7 +80,7 @@ class Cell:
         roles = ROLES.get(self.geometry, ("k", "v"))
         names = (self.quant,) * len(roles) if isinstance(self.quant, str) else self.quant
         quant = {r: {"name": q, "options": self.options} for r, q in zip(roles, names, strict=True)}
-        state = granularity == "state"
+        many = granularity == "state" or self.page_tokens == 1
         return plan(
             Spec.parse(
                 {
@@ -88,8 +90,8 @@ class Cell:
                         "page_tokens": self.page_tokens,
                     },
                     "workload": {
-                        "requests": 24 if state else requests,
-                        "tokens": 1 if state else tokens or 3 * self.page_tokens,
+                        "requests": 24 if many else requests,
+                        "tokens": 1 if many else tokens or 3 * self.page_tokens,
                     },
                     "engine": {"prefill_chunk_tokens": 1},
                 }
@@ -106,7 +108,9 @@ class Bench:
         poison = torch.randint(0, 256, (laid.bytes,), dtype=torch.uint8)
         self.want_views = group_views(group, poison.clone())
         self.got_views = group_views(group, poison.to(device))
-        self.errors = ErrorWords([table.name for table in (*laid.tables, *laid.states)], self.device)
+        self.errors = ErrorWords(
+            [table.name for table in (*laid.tables, *laid.states)], self.device
+        )
         for views in (self.want_views, self.got_views):
             fill_defaults(views)
         constants = {
@@ -134,7 +138,8 @@ class Bench:
             flat = x.view(-1, x.shape[-1])
             if len(flat) > 3:
                 flat[0, 1], flat[1, 0], flat[2] = float("inf"), float("nan"), 0.0
-            if dtype == torch.float32 and tensor.quant == "plain":
+            narrowed = dtype == torch.float32 or "center" in dict(tensor.options)
+            if narrowed and tensor.planes[0].dtype in ("bfloat16", "float16"):
                 x.nan_to_num_(0.0)  # how torch narrows a NaN depends on its vector unit
             found[tensor.name] = x
         return found
@@ -274,3 +279,42 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Equal bytes."""
     flat = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
     return torch.equal(*flat)
+
+
+def check_foreign_ids(bench: Bench) -> None:
+    """Ids outside the pool write nothing anywhere, and the table's word says so."""
+    good, limit = bench.slots[:2].tolist(), bench.want_views.num_slots
+    before = bench.got_views.arena.clone()
+    bad = bench.there(torch.tensor([limit, -1, 2**40, -(2**40)]))
+    rows = {name: bench.there(x) for name, x in bench.rows(4).items()}
+    planes = bench.got.gather(0, bench.there(bench.slots[:4]))
+    image = torch.zeros(4, bench.got_views.image_bytes, dtype=torch.uint8, device=bench.device)
+    fine = bench.there(bench.slots[:4])
+    pages = bench.there(torch.tensor([1, 2, 3, 1]))
+    calls = {
+        "write": lambda: bench.got.write(0, bad, rows, None),
+        "write_encoded": lambda: bench.got.write_encoded(0, bad, planes, None),
+        "move to": lambda: bench.got.move(bad, fine, None),
+        "move from": lambda: bench.got.move(fine, bad, None),
+        "move_pages": lambda: bench.got.move_pages(bad, pages),
+        "move_disjoint": lambda: bench.got.move_disjoint(bad, pages),
+        "zero": lambda: bench.got.zero(bad, None),
+        "unpack": lambda: bench.got.unpack(bad, image),
+        "pack": lambda: bench.got.pack(bad, image),
+        "gather": lambda: bench.got.gather(None, bad),
+        "read": lambda: bench.got.read(0, bad, [bench.group.tensors[0].name], torch.bfloat16),
+    }
+    for name, call in calls.items():
+        call()
+        bench.sync()
+        assert torch.equal(bench.got_views.arena, before), name
+        with pytest.raises(BooksError, match=f"table {bench.group.table}"):
+            bench.errors.check()
+        bench.errors.check()
+    mixed = torch.tensor([good[0], -5, good[1], limit])
+    given = bench.rows(4)
+    bench.got.write(1, bench.there(mixed), {n: bench.there(x) for n, x in given.items()}, None)
+    kept = torch.tensor([True, False, True, False])
+    bench.want.write(1, mixed, given, Keep(mask=kept))
+    with pytest.raises(BooksError):
+        bench.check("the others of a write with foreign ids")

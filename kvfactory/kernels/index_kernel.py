@@ -1,0 +1,143 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: N803, N806
+"""The kernel that turns a step's lengths into what attention reads, for all tables at once.
+
+Legend: B batch entries of ``q_indptr[b]:q_indptr[b + 1]`` new tokens each; P tokens a page. Program
+(table, b, part) lists the pages of entry b and finds the slots of its new tokens, ``parts``
+programs taking turns at blocks. All arrays are fields of one open step, ``shift`` bytes behind the
+first one's; all int32 but the int64 ``slots`` and ``positions``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvfactory.kernels.addressing import count, get
+
+
+@triton.jit
+def _ints(arena, shift, OFFSET: tl.constexpr):
+    return (arena + OFFSET + shift).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _longs(arena, shift, OFFSET: tl.constexpr):
+    return (arena + OFFSET + shift).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _lengths(arena, shift, entry, live, SPEC: tl.constexpr, TABLE: tl.constexpr):
+    """Tokens readable after the step, and the first page that a new token can see."""
+    prefix = tl.load(_ints(arena, shift, get(SPEC, "prefix")) + entry, mask=live, other=0)
+    owned = tl.load(_ints(arena, shift, get(TABLE, "first_page")) + entry, mask=live, other=0)
+    if get(TABLE, "lifetime") == "encoder":
+        tokens = tl.load(_ints(arena, shift, get(TABLE, "kv_lengths")) + entry, mask=live, other=0)
+    else:
+        bounds = _ints(arena, shift, get(SPEC, "q_indptr")) + entry
+        tokens = prefix + tl.load(bounds + 1, mask=live, other=0)
+        tokens -= tl.load(bounds, mask=live, other=0)
+    if get(TABLE, "lifetime") == "window":
+        visible = tl.maximum(prefix - get(TABLE, "reach") + 1, 0)
+        owned = tl.maximum(owned, visible // get(TABLE, "page_tokens"))
+    if get(TABLE, "lifetime") == "chunk":
+        visible = (prefix // get(TABLE, "reach")) * get(TABLE, "reach")
+        owned = tl.maximum(owned, visible // get(TABLE, "page_tokens"))
+    return tokens, owned
+
+
+@triton.jit
+def _pages(tokens, first, P: tl.constexpr):
+    """Pages from ``first`` to the last token's."""
+    return tl.maximum((tokens + P - 1) // P - first, 0)
+
+
+@triton.jit
+def _write_pages(
+    arena, shift, row, b, batch, part, parts,
+    SPEC: tl.constexpr, TABLE: tl.constexpr, BATCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """indptr, last page and indices of entry b; its lengths and first page."""
+    P: tl.constexpr = get(TABLE, "page_tokens")
+    tokens, first = _lengths(arena, shift, b, b < batch, SPEC, TABLE)
+    own = _pages(tokens, first, P)
+    start = 0
+    for begin in range(0, b, BATCH):
+        entry = begin + tl.arange(0, BATCH)
+        all_tokens, all_first = _lengths(arena, shift, entry, entry < b, SPEC, TABLE)
+        before = tl.where(entry < b, _pages(all_tokens, all_first, P), 0)
+        start += tl.sum(before)
+    if part == 0:
+        indptr = _ints(arena, shift, get(TABLE, "indptr"))
+        tl.store(indptr + b, start)
+        if b == batch - 1:
+            tl.store(indptr + batch, start + own)
+        last = _ints(arena, shift, get(TABLE, "last_page"))
+        tl.store(last + b, (tokens + P - 1) % P + 1)
+        tl.store(_ints(arena, shift, get(TABLE, "kv_lengths")) + b, tokens)
+        tl.store(_ints(arena, shift, get(TABLE, "first_page")) + b, first)
+    source = _ints(arena, 0, get(TABLE, "pages")) + row + first
+    target = _ints(arena, shift, get(TABLE, "indices")) + start
+    room = tl.minimum(own, get(TABLE, "row_pages") - first)
+    room = tl.minimum(room, get(TABLE, "capacity") - start)
+    for begin in range(part * BLOCK, room, parts * BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < room
+        tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
+
+
+@triton.jit
+def _write_slots(
+    arena, shift, row, b, part, parts,
+    SPEC: tl.constexpr, TABLE: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots of the new tokens of entry b, and with POSITIONS their positions."""
+    P: tl.constexpr = get(TABLE, "page_tokens")
+    bounds = _ints(arena, shift, get(SPEC, "q_indptr")) + b
+    start = tl.load(bounds)
+    new = tl.load(bounds + 1) - start
+    prefix = tl.load(_ints(arena, shift, get(SPEC, "prefix")) + b)
+    pages = _ints(arena, 0, get(TABLE, "pages")) + row
+    for begin in range(part * BLOCK, new, parts * BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        inside = token < new
+        position = prefix + token
+        column = position // P
+        known = inside & (column < get(TABLE, "row_pages"))
+        page = tl.load(pages + column, mask=known, other=0).to(tl.int64)
+        slots = _longs(arena, shift, get(TABLE, "slots")) + start
+        tl.store(slots + token, page * P + position % P, mask=inside)
+        if POSITIONS:
+            positions = _longs(arena, shift, get(SPEC, "positions")) + start
+            tl.store(positions + token, position.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def build_index(
+    arena, shift, batch, parts,
+    SPEC: tl.constexpr, POSITIONS: tl.constexpr, BATCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Everything for entry b in one table; the grid is parts x batch x tables."""
+    TABLES: tl.constexpr = count(SPEC, "tables")
+    table = tl.program_id(0) % TABLES
+    b = (tl.program_id(0) // TABLES) % batch
+    part = tl.program_id(0) // TABLES // batch
+    for i in tl.static_range(TABLES):
+        if table == i:
+            _build_table(
+                arena, shift, b, batch, part, parts, SPEC, i, POSITIONS and i == 0, BATCH, BLOCK
+            )
+
+
+@triton.jit
+def _build_table(
+    arena, shift, b, batch, part, parts,
+    SPEC: tl.constexpr, NTH: tl.constexpr, POSITIONS: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    TABLE: tl.constexpr = get(SPEC, "tables", NTH)
+    number = tl.load(_ints(arena, shift, get(SPEC, "rows")) + b)
+    row = number.to(tl.int64) * get(TABLE, "row_pages")
+    if get(TABLE, "lifetime") != "encoder":
+        _write_slots(arena, shift, row, b, part, parts, SPEC, TABLE, POSITIONS, BLOCK)
+    _write_pages(arena, shift, row, b, batch, part, parts, SPEC, TABLE, BATCH, BLOCK)
