@@ -6,6 +6,6 @@ group ``kvfactory.families``.
 
 from kvfactory.huggingface.family import FAMILIES, Family, Geometry
 from kvfactory.huggingface.fields import Fields
-from kvfactory.huggingface.mapping import model_from_config
+from kvfactory.huggingface.mapping import model_from_config, model_from_values
 
-__all__ = ["FAMILIES", "Family", "Fields", "Geometry", "model_from_config"]
+__all__ = ["FAMILIES", "Family", "Fields", "Geometry", "model_from_config", "model_from_values"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfactory.huggingface.family import Geometry
@@ -16,6 +16,7 @@ from kvfactory.huggingface.layertypes import (
     layer_types,
     num_layers,
 )
+from kvfactory.huggingface.omitted import EACH_ITS_OWN
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,27 @@ STANDARD = Keys()
 
 
 def read_heads(config: Fields, keys: Keys = STANDARD) -> Heads:
-    """The heads of a layer; without kv heads each query head has its own, without a head_dim
+    """The heads of a layer; with null kv heads each query head has its own, without a head_dim
     the heads share the hidden size.
     """
     q = config.integer(*keys.q)
-    kv = config.integer(*keys.kv, default=q) if keys.kv else q
-    if q % kv:
-        config.clash(
-            [config.given(keys.q), config.given(keys.kv)], "query heads a multiple of kv heads"
-        )
+    kv = read_kv_heads(config, q, keys.kv) if keys.kv else q
+    if keys.kv:
+        check_shared(config, q, kv, config.given(keys.q), config.given(keys.kv))
     return Heads(q, kv, read_head_dim(config, q, keys))
+
+
+def check_shared(config: Fields, q: int, kv: int, *keys: str) -> None:
+    """Complain about ``keys`` unless each kv head serves equally many query heads."""
+    if q % kv:
+        config.clash(keys, "query heads a multiple of kv heads")
+
+
+def read_kv_heads(config: Fields, q_heads: int, keys: Sequence[str] = STANDARD.kv) -> int:
+    """The kv heads; most model types must state them, or null for one per query head."""
+    stated = any(key in config.values for key in keys)
+    own = stated or config.text("model_type") in EACH_ITS_OWN
+    return config.integer(*keys, default=q_heads if own else None)
 
 
 def read_head_dim(config: Fields, q_heads: int, keys: Keys = STANDARD) -> int:
@@ -158,10 +170,11 @@ def _views(config: Fields, layers: int) -> dict[int, Fields]:
     found: dict[int, Fields] = {}
     overrides = config.part("per_layer_config")
     for key, values in overrides.values.items():
-        if not key.isdecimal() or int(key) >= layers or not isinstance(values, dict):
+        layer = int(key) if str(key).isdecimal() else layers
+        if layer >= layers or not isinstance(values, dict):
             overrides.wrong(key, f"an object under a layer id below {layers}")
             continue
-        found[int(key)] = config.merged(values)
+        found[layer] = config.merged(values)
     return found
 
 

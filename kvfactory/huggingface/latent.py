@@ -17,6 +17,10 @@ def read_latent(config: Fields, *, rope_scaled: bool = True, sinks: bool = False
     heads = config.integer("num_attention_heads")
     rope = config.integer("qk_rope_head_dim", least=0)
     width = config.integer("qk_nope_head_dim") + rope
+    if config.optional("qk_head_dim") not in (None, width):
+        config.clash(
+            ["qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"], "the sum of both parts"
+        )
     scale = width**-0.5 * (rope_magnitude(config) ** 2 if rope_scaled else 1.0)
     return full(mla(heads, config.integer("kv_lora_rank"), rope, scale, sinks=sinks))
 
@@ -70,8 +74,9 @@ def indexed_layers(config: Fields, layers: int, default: Sequence[str] | None = 
 
 def _listed(config: Fields, key: str, layers: int) -> Sequence[str]:
     letters = config.values[key]
-    spelled = [{"F": "full", "S": "shared"}.get(c, c) for c in letters]
-    types = tuple(spelled) if isinstance(letters, str) else config.strings(key) or ()
+    spelled = isinstance(letters, str)
+    listed = tuple(letters) if spelled else config.strings(key) or ()
+    types = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in listed]
     if len(types) != layers or {*types} - {"full", "shared"}:
         config.wrong(key, f"full or shared for each of the {layers} layers")
         return ["full"] * layers

@@ -96,7 +96,8 @@ def everywhere(config: Fields, layers: int) -> list[str]:
 
 def window_binds(config: Fields, default: bool = True) -> bool:
     """Whether there is a window, in use, that is shorter than the longest sequence."""
+    if not config.flag("use_sliding_window", default):
+        return False
     tokens = config.tokens("sliding_window")
     longest = config.tokens("max_position_embeddings")
-    used = config.flag("use_sliding_window", default)
-    return used and tokens is not None and (longest is None or tokens < longest)
+    return tokens is not None and (longest is None or tokens < longest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from kvfactory.errors import Problem, SpecError, did_you_mean
 from kvfactory.huggingface.family import Family, Geometry, find_family
 from kvfactory.huggingface.fields import Fields
+from kvfactory.huggingface.omitted import HEAD_DIM
 from kvfactory.huggingface.source import PATH, read_source
 from kvfactory.huggingface.text import text_part
 from kvfactory.huggingface.unknown import read_unknown
@@ -20,7 +22,7 @@ from kvfactory.spec import Model
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = ("bfloat16", "float16", "float32")
-_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 def model_from_config(path: str | Path) -> dict[str, Any]:
@@ -35,19 +37,29 @@ def model_from_config(path: str | Path) -> dict[str, Any]:
             key that the mapping cannot express, all together, each with its place in the config.
     """
     source = read_source(path)
-    config = text_part(source.values)
-    family = _family(config)
-    geometry = _read(config, family)
+    return model_from_values(source.values, source.name)
+
+
+def model_from_values(values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """The same from the content of a config, for instance ``model.config.to_dict()``.
+
+    ``name`` is the model's name, its type by default.
+
+    Raises:
+        SpecError: as ``model_from_config``.
+    """
+    config = text_part(values)
+    geometry = _read(config, _family(config))
     dtype = _dtype(config)
     if not geometry.groups and not config.ledger.problems:
         config.wrong("num_hidden_layers", "a layer that keeps a cache")
     if config.ledger.problems:
         raise SpecError(*config.ledger.problems)
     for note in config.ledger.notes:
-        _LOG.warning("%s: %s", source.name or path, note)
+        _LOG.warning("%s: %s", name or config.text("model_type"), note)
     return _checked(
         {
-            "name": source.name or config.text("model_type"),
+            "name": name or config.text("model_type"),
             "num_layers": geometry.num_layers,
             "dtype": dtype,
             "max_context": geometry.max_context,
@@ -65,10 +77,15 @@ def _family(config: Fields) -> Family | None:
 def _read(config: Fields, family: Family | None) -> Geometry:
     if family is None:
         return read_unknown(config)
-    defaults = dict(family.defaults.get(config.text("model_type"), {}))
+    model_type = config.text("model_type")
+    defaults = dict(family.defaults.get(model_type, {}))
+    if model_type in HEAD_DIM:
+        defaults["head_dim"] = HEAD_DIM[model_type]
     if config.outer is config:  # a whole model states its own shape
         defaults = {key: value for key, value in defaults.items() if key not in _SHAPE}
     config.values = {**defaults, **config.values}
+    for key in _SHAPE[1:]:
+        config.optional(key)  # absurd numbers are told even where the family needs none of them
     return family.read(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvfactory.huggingface.fields import Fields
@@ -17,7 +18,7 @@ _PARTS = (
 _MAX_DEPTH = 4
 
 
-def text_part(values: dict[str, Any]) -> Fields:
+def text_part(values: Mapping[str, Any]) -> Fields:
     """The object that describes the language model: the config itself, or one nested in it.
 
     Its ``model_type`` is the enclosing config's where it has none of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 
 from kvfactory.huggingface.attention import Rule, read_attention
@@ -11,12 +12,16 @@ from kvfactory.huggingface.fields import Fields
 from kvfactory.huggingface.layertypes import FULL
 from kvfactory.huggingface.source import PATH
 
-_STANDARD = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_STANDARD = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+_NO_DECODER = re.compile(r"vision|audio|image|video|encoder|embed|(^|_)vit|bert")
 _NOTHING = Geometry(1, {})
 
 
 def read_unknown(config: Fields) -> Geometry:
     """Every layer attends over all tokens: only with all standard keys and no telling one."""
+    if _NO_DECODER.search(config.text("model_type")):
+        config.wrong("model_type", "a decoder: a model that sees all tokens at once keeps no cache")
+        return _NOTHING
     missing = [key for key in _STANDARD if not config.has(key)]
     if missing and not (missing == ["hidden_size"] and config.has("head_dim")):
         _refuse(config, missing)

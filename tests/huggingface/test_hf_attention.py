@@ -169,7 +169,7 @@ def test_step_has_more_query_heads_in_its_windows(read: Any) -> None:
     hub["attention_other_setting"] = {"num_attention_heads": 12, "num_attention_groups": 2}
     groups = read(hub)["groups"]
     assert (groups["full"]["q_heads"], groups["local"]["q_heads"]) == (8, 12)
-    assert (groups["full"]["head_dim"], groups["local"]["head_dim"]) == (8, 8)
+    assert (groups["full"]["head_dim"], groups["local"]["head_dim"]) == (128, 128)
 
 
 def test_llama4_sees_chunks_except_without_rotary_embedding(read: Any) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_rows import ROWS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvfactory.errors import SpecError
-from kvfactory.huggingface import model_from_config
+from kvfactory.huggingface import model_from_config, model_from_values
+from kvfactory.planner import plan
+from kvfactory.spec import Spec
 
 GOOD = {
     "model_type": "llama",
@@ -48,6 +55,10 @@ def without(**changes: Any) -> dict[str, Any]:
         ({"head_dim": -64}, "head_dim"),
         ({"max_position_embeddings": 2**60}, "max_position_embeddings"),
         ({"max_position_embeddings": -1}, "max_position_embeddings"),
+        ({"hidden_size": -64, "head_dim": 8}, "hidden_size"),
+        ({"hidden_size": "64", "head_dim": 8}, "hidden_size"),
+        ({"model_type": "deepseek_v3", **LATENT, "num_key_value_heads": -1}, "num_key_value_heads"),
+        ({"model_type": "deepseek_v3", **LATENT, "qk_head_dim": 25}, "qk_head_dim"),
         ({"torch_dtype": "bloat16"}, "torch_dtype"),
         ({"dtype": 16}, "dtype"),
         ({"model_type": 7}, "model_type"),
@@ -265,3 +276,26 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 def test_infinities_elsewhere_do_no_harm(read: Any) -> None:
     assert read(without(time_step_limit=[0.0, float("inf")]))["num_layers"] == 4
+
+
+# ---- whatever else may stand there ---------------------------------------------------------
+
+JUNK = [None, 0, -1, 1, 3, 2**63, 1.5, True, "", "x", [], [1], [None], {}, {"a": 1}, float("nan")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_damage_ends_in_a_model_or_in_reasons(data: st.DataObject) -> None:
+    values = json.loads(json.dumps(data.draw(st.sampled_from(list(ROWS.values())))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        part = values.get("text_config") if data.draw(st.booleans()) else values
+        if not isinstance(part, dict) or not part:
+            continue
+        key = data.draw(st.sampled_from(sorted(part)))
+        if data.draw(st.booleans()):
+            del part[key]
+        else:
+            part[key] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
+    with contextlib.suppress(SpecError):
+        model = model_from_values(values)
+        plan(Spec.parse({"model": model, "kv": {"page_tokens": 256}}))

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfactory.errors import SpecError
-from kvfactory.huggingface import FAMILIES, Family, Fields, Geometry, model_from_config
+from kvfactory.huggingface import (
+    FAMILIES,
+    Family,
+    Fields,
+    Geometry,
+    model_from_config,
+    model_from_values,
+)
 from kvfactory.huggingface.groups import collect, full, gqa, layer_set
 from kvfactory.layers import parse_layers
 
@@ -44,6 +51,13 @@ def test_the_model_is_called_after_its_place(tmp_path: Path, place: str, name: s
         assert model_from_config(str(path.parent)) == model_from_config(path)
 
 
+def test_values_need_no_file() -> None:
+    assert model_from_values(TEXT)["name"] == "llama"
+    assert model_from_values(TEXT, "Tiny-1B")["name"] == "Tiny-1B"
+    single = {**TEXT, "per_layer_config": {2: {"head_dim": 16}}}
+    assert model_from_values(single)["groups"]["full_2"]["layers"] == [2]
+
+
 def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(TEXT).encode())
@@ -72,6 +86,7 @@ def test_the_text_part_of_a_multimodal_config(read: Any, wrap: Any) -> None:
 
 def test_a_part_inherits_type_and_dtype(read: Any) -> None:
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
+    text["num_key_value_heads"] = 2
     model = read({"model_type": "qwen3_vl", "torch_dtype": "float16", "text_config": text})
     assert model["dtype"] == "float16"
 

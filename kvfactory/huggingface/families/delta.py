@@ -204,13 +204,13 @@ def _same(names: str, **values: object) -> Mapping[str, Mapping[str, object]]:
 _GDN = """qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe"""
 
 PLUGINS = (
-    Family("gated_delta", tuple(_GDN.split()), _gated_delta, _same(_GDN, head_dim=256)),
+    Family("gated_delta", tuple(_GDN.split()), _gated_delta),
     Family("olmo_hybrid", ("olmo_hybrid",), _olmo_hybrid),
     Family(
         "lara_mini",
         ("lara_mini",),
         _lara_mini,
-        _same("lara_mini", sliding_window=512, head_dim=128),
+        _same("lara_mini", sliding_window=512),
     ),
     Family("kimi_linear", ("kimi_linear", "kimi_k3"), _kimi),
     Family("bailing_hybrid", ("bailing_hybrid",), _bailing),

@@ -24,6 +24,7 @@ _KNOWN = (
     "compression_ratio",  # ERNIE: of rotary positions
     "spatial_conv_size",  # ERNIE-VL: of the image resampler
     "temporal_conv_size",
+    "use_temporal_conv",
     "parallel_attn_mlp_res",  # Arctic: the order of its blocks
     "use_logn_attn",  # Qwen: a factor of the queries
 )
@@ -35,7 +36,6 @@ _DEFAULTS: dict[str, dict[str, object]] = {
         "hidden_size": 3072,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "head_dim": 256,
     },
     "cohere": {"num_hidden_layers": 40, "hidden_size": 8192, "num_attention_heads": 64},
 }
@@ -80,7 +80,7 @@ def _cross_layer(config: Fields) -> Geometry:
     known = ("use_cla", "cla_share_factor", "attention_head_dim", "use_mla")
     refuse_doubts(config, known=known)
     layers = num_layers(config)
-    share = config.integer("cla_share_factor", default=1) if config.flag("use_cla") else 1
+    share = config.integer("cla_share_factor") if config.flag("use_cla") else 1
     heads = read_heads(config, Keys(dim=("head_dim", "attention_head_dim")))
     group = full(gqa(heads.q, heads.kv, heads.dim))
     kept = collect(layers, ((layer, "full", group) for layer in range(0, layers, share)))
@@ -105,8 +105,6 @@ _STEP = Keys(
 
 def _step(config: Fields) -> Geometry:
     refuse_doubts(config, known=("num_attention_groups", "share_q_dim"))
-    if not config.has("num_key_value_heads"):
-        config.integer("num_attention_groups")
     return read_attention(config, Rule(keys=_STEP))
 
 
@@ -122,6 +120,7 @@ PLUGINS = (
             "granite_docling_text",
         ),
         _granite,
+        {"granite_docling_text": {"attention_multiplier": 0.015625}},
     ),
     Family("hyperclovax", ("hyperclovax",), _hyperclovax),
     Family("minimax_m2", ("minimax_m2",), _minimax_m2),

@@ -78,11 +78,11 @@ _SMALL: Mapping[str, object] = {
     "hidden_size": 2304,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 256,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
 }
-_GEMMA2 = {**_SMALL, "attn_logit_softcapping": 50.0}
+_GEMMA2 = {**_SMALL, "attn_logit_softcapping": 50.0, "max_position_embeddings": 8192}
+_GEMMA3 = {**_SMALL, "max_position_embeddings": 131072}
 _GEMMA3N = {
     **_SMALL,
     "num_hidden_layers": 35,
@@ -90,8 +90,10 @@ _GEMMA3N = {
     "num_key_value_heads": 2,
     "sliding_window": 512,
     "num_kv_shared_layers": 15,
+    "max_position_embeddings": 32768,
 }
-_GEMMA4 = {**_SMALL, "num_hidden_layers": 30, "sliding_window": 512}
+_GEMMA4 = {**_GEMMA3, "num_hidden_layers": 30, "sliding_window": 512}
+_UNIFIED = {**_GEMMA4, "sliding_window": 1024}
 
 _RULE2 = Rule(alternating, scale=_pre_attention, soft_cap=_cap)
 _RULE3 = Rule(
@@ -113,7 +115,8 @@ def _family(
 
 PLUGINS = (
     _family("gemma2", "gemma2 vaultgemma", _RULE2, _GEMMA2),
-    _family("gemma3", "gemma3_text gemma3", _RULE3, _SMALL),
+    _family("gemma3", "gemma3_text gemma3", _RULE3, _GEMMA3),
     _family("gemma3n", "gemma3n_text gemma3n", _RULE3N, _GEMMA3N),
-    _family("gemma4", "gemma4_text gemma4 gemma4_unified_text", _RULE4, _GEMMA4, last_full=True),
+    _family("gemma4", "gemma4_text gemma4", _RULE4, _GEMMA4, last_full=True),
+    _family("gemma4_unified", "gemma4_unified_text", _RULE4, _UNIFIED, last_full=True),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfactory.huggingface.attention import Heads, Rule, keep_attention, read_heads
+from kvfactory.huggingface.attention import Heads, Rule, check_shared, keep_attention, read_heads
 from kvfactory.huggingface.family import Family, Geometry
 from kvfactory.huggingface.fields import Fields
 from kvfactory.huggingface.groups import Kept, collect, linear
@@ -24,7 +24,7 @@ _BIAS = (
 def _inkling(config: Fields) -> Geometry:
     config.note(_BIAS)
     layers = num_layers(config)
-    types = layer_types(config, layers, _types, (HYBRID, HYBRID_LOCAL))
+    types = layer_types(config, layers, _layers, (HYBRID, HYBRID_LOCAL))
     attend = {n: FULL if kind == HYBRID else LOCAL for n, kind in enumerate(types)}
     rule = Rule(heads=_heads, scale=lambda _, heads: 1 / heads.dim, window=_window)
     kept = [*keep_attention(config, attend, layers, rule)]
@@ -39,7 +39,7 @@ def _inkling(config: Fields) -> Geometry:
     return Geometry(layers, collect(layers, [*kept, *hidden]), context)
 
 
-def _types(config: Fields, layers: int) -> list[str]:
+def _layers(config: Fields, layers: int) -> list[str]:
     listed = config.integers("local_layer_ids")
     local = {n for n in range(layers) if (n + 1) % 6} if listed is None else {*listed}
     return [HYBRID_LOCAL if layer in local else HYBRID for layer in range(layers)]
@@ -51,9 +51,7 @@ def _heads(config: Fields, kind: str) -> Heads:
         return heads
     q = config.integer("swa_num_attention_heads", default=heads.q)
     kv = config.integer("swa_num_key_value_heads", default=heads.kv)
-    if q % kv:
-        keys = ["swa_num_attention_heads", "swa_num_key_value_heads"]
-        config.clash(keys, "query heads a multiple of kv heads")
+    check_shared(config, q, kv, "swa_num_attention_heads", "swa_num_key_value_heads")
     return Heads(q, kv, config.integer("swa_head_dim", default=heads.dim))
 
 
@@ -61,4 +59,7 @@ def _window(config: Fields) -> int:
     return config.integer("sliding_window_size", "sliding_window", default=512)
 
 
-PLUGINS = (Family("inkling", ("inkling_text", "inkling_mm_model"), _inkling),)
+_TYPES = ("inkling_text", "inkling_mm_model")
+_OMITTED = {"swa_num_key_value_heads": 16}
+
+PLUGINS = (Family("inkling", _TYPES, _inkling, dict.fromkeys(_TYPES, _OMITTED)),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfactory.huggingface.attention import Heads, Keys, Rule
+from kvfactory.huggingface.attention import Heads, Keys, Rule, check_shared, read_kv_heads
 from kvfactory.huggingface.families.dense import multiplier
 from kvfactory.huggingface.family import Family, Geometry
 from kvfactory.huggingface.fields import Fields
@@ -25,7 +25,10 @@ def _nemotron_h(config: Fields) -> Geometry:
     elif config.has("num_hidden_layers") and num_layers(config) != len(types):
         config.clash(["num_hidden_layers", key], f"the {len(types)} layers of {key}")
     found = list(types or [FULL])
-    rule = Rule(keys=Keys(dim=("head_dim", "attention_head_dim")))
+    names = ("head_dim", "attention_head_dim")
+    rule = Rule(keys=Keys(dim=names))
+    if not config.has(config.given(names)):
+        config = config.merged({"head_dim": 128})
     listed = "layer_types" if key == "hybrid_override_pattern" else key
     states = {LINEAR: _nemotron_state}
     return read_hybrid(config, lambda *_: found, states, rule, listed, len(found))
@@ -106,7 +109,8 @@ def _granite(config: Fields) -> Geometry:
 def _doubled(config: Fields) -> Rule:
     """Shared attention over the states and the embeddings, hence heads twice as wide."""
     q = config.integer("num_attention_heads")
-    kv = config.integer("num_key_value_heads", default=q)
+    kv = read_kv_heads(config, q)
+    check_shared(config, q, kv, "num_attention_heads", "num_key_value_heads")
     wide = 2 * config.integer("hidden_size")
     if wide % q:
         config.clash(["hidden_size", "num_attention_heads"], "heads that divide twice the width")

@@ -128,14 +128,7 @@ def _qwen4_index(config: Fields) -> Group:
     )
 
 
-_QWEN4 = {"head_dim": 256}
-
 PLUGINS = (
     Family("minimax_m3", ("minimax_m3", "minimax_m3_vl_text", "minimax_m3_vl"), _minimax_m3),
-    Family(
-        "qwen4_exp",
-        ("qwen4_exp_text", "qwen4_exp"),
-        _qwen4,
-        dict.fromkeys(("qwen4_exp_text", "qwen4_exp"), _QWEN4),
-    ),
+    Family("qwen4_exp", ("qwen4_exp_text", "qwen4_exp"), _qwen4),
 )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kvfactory.huggingface.attention import Heads, Rule, read_attention, read_head_dim, read_heads
+from kvfactory.huggingface.attention import (
+    Heads,
+    Rule,
+    check_shared,
+    read_attention,
+    read_head_dim,
+    read_heads,
+    read_kv_heads,
+)
 from kvfactory.huggingface.family import Family, Geometry
 from kvfactory.huggingface.fields import Fields
 from kvfactory.huggingface.groups import Kept, collect, full, gqa
@@ -33,9 +41,7 @@ def _mimo_heads(config: Fields, kind: str) -> Heads:
         return Heads(heads.q, heads.kv, heads.dim, v_dim)
     q = config.integer("swa_num_attention_heads", default=heads.q)
     kv = config.integer("swa_num_key_value_heads", default=2 * heads.kv)
-    if q % kv:
-        keys = ["swa_num_attention_heads", "swa_num_key_value_heads"]
-        config.clash(keys, "query heads a multiple of kv heads")
+    check_shared(config, q, kv, "swa_num_attention_heads", "swa_num_key_value_heads")
     dim = config.integer("swa_head_dim", default=heads.dim)
     return Heads(q, kv, dim, config.integer("swa_v_head_dim", default=v_dim))
 
@@ -47,15 +53,15 @@ def _mimo_sinks(config: Fields, kind: str) -> bool:
 
 
 def _mimo_window(config: Fields) -> int:
-    """The hub's window leaves the query out; transformers' own config, with a list of layer
-    types and no ``sliding_window_size``, counts it.
+    """The hub's window, beside a ``hybrid_layer_pattern`` or as ``sliding_window_size``, leaves
+    the query out; that of transformers counts it.
     """
     tokens = config.tokens("sliding_window_size", "sliding_window")
     if tokens is None:
         config.wrong("sliding_window", "a number of tokens, for windowed layers")
         return 1
-    counted = config.has("layer_types") and not config.has("sliding_window_size")
-    return tokens if counted else tokens + 1
+    hub = config.has("hybrid_layer_pattern") or config.has("sliding_window_size")
+    return tokens + 1 if hub else tokens
 
 
 # ---- Step ----------------------------------------------------------------------------------
@@ -69,16 +75,16 @@ def _step(config: Fields) -> Geometry:
 
 def _step_heads(config: Fields, kind: str) -> Heads:
     q = config.integer("num_attention_heads")
-    kv = config.integer("num_attention_groups", "num_key_value_heads", default=q)
+    names = ("num_attention_groups", "num_key_value_heads")
+    kv = read_kv_heads(config, q, names)
     dim = read_head_dim(config, q)
     other = config.part("attention_other_setting")
     if kind == LOCAL and not config.has("per_layer_config"):
         stated = config.optional("num_sliding_attention_heads")
         q = stated or other.integer("num_attention_heads", default=q)
-        kv = other.integer("num_attention_groups", "num_key_value_heads", default=kv)
+        kv = other.integer(*names, default=kv)
         dim = other.integer("head_dim", default=dim)
-    if q % kv:
-        config.clash(["num_attention_heads", "num_attention_groups"], "a multiple of kv heads")
+    check_shared(config, q, kv, "num_attention_heads", config.given(names))
     return Heads(q, kv, dim)
 
 
@@ -166,12 +172,11 @@ _LLAMA4 = {
     "hidden_size": 5120,
     "num_attention_heads": 40,
     "num_key_value_heads": 8,
-    "head_dim": 128,
     "attention_chunk_size": 8192,
 }
 
 PLUGINS = (
-    Family("mimo", ("mimo_v2_flash", "mimo_v2"), _mimo),
+    Family("mimo", ("mimo_v2_flash",), _mimo, {"mimo_v2_flash": {"v_head_dim": 128}}),
     Family("step3p5", ("step3p5", "step3p7", "step3p5_text"), _step),
     Family(
         "llama4",

@@ -135,6 +135,7 @@ def _laguna(config: Fields) -> Geometry:
 _QWEN = """qwen2 qwen3 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text
 qwen3_asr_text""".split()
 _PLAIN = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+_QWEN_PART = {**_PLAIN, "num_key_value_heads": 32}
 _MISTRAL = {**_PLAIN, "num_key_value_heads": 8}
 
 PLUGINS = (
@@ -142,24 +143,24 @@ PLUGINS = (
         "qwen_window",
         tuple(_QWEN),
         partial(read_attention, rule=Rule(_late(used=False))),
-        {"qwen2": _PLAIN, "qwen3": {**_PLAIN, "head_dim": 128}},
+        dict.fromkeys(("qwen2", "qwen3"), _QWEN_PART),
     ),
-    _family("dots1", "dots1", Rule(_late(used=True)), max_window_layers=62),
+    _family("dots1", "dots1", Rule(_late(used=True)), max_window_layers=62, sliding_window=4096),
     _family("qwen2_moe", "qwen2_moe", Rule(_early_even)),
     _family("qwen3_moe", "qwen3_moe qwen3_omni_moe_text", Rule(_opt_in)),
     _family("mistral", "mistral", Rule(everywhere), _MISTRAL, sliding_window=4096),
-    _family("mixtral", "mixtral ministral3 mistral3", Rule(everywhere), num_key_value_heads=8),
+    _family("mixtral", "mixtral ministral3 mistral3", Rule(everywhere)),
     _family("phi", "phi3 phi3_v phimoe phi4mm phi4_multimodal", Rule(everywhere)),
-    _family("starcoder2", "starcoder2", Rule(everywhere), num_key_value_heads=2),
-    _family("voxtral_realtime", "voxtral_realtime_text", Rule(everywhere), sliding_window=8192),
-    _family("ministral", "ministral", Rule(everywhere), sliding_window=4096, num_key_value_heads=8),
+    _family("starcoder2", "starcoder2", Rule(everywhere)),
+    _family("voxtral_realtime", "voxtral_realtime_text", Rule(everywhere), sliding_window=4096),
+    _family("ministral", "ministral", Rule(everywhere), sliding_window=4096),
     _family(
         "cohere2",
         "cohere2",
         Rule(spaced(4, key="sliding_window_pattern")),
         sliding_window=4096,
     ),
-    _family("cohere2_moe", "cohere2_moe", Rule(_dense_first), sliding_window=4096, head_dim=128),
+    _family("cohere2_moe", "cohere2_moe", Rule(_dense_first), sliding_window=4096),
     _family("olmo3", "olmo3", Rule(spaced(4)), sliding_window=4096),
     _family("exaone4", "exaone4 exaone_moe", Rule(_patterned(4)), sliding_window=4096),
     _family("gpt_oss", "gpt_oss", Rule(alternating, sinks=_all_sinks), sliding_window=128),
@@ -169,14 +170,13 @@ PLUGINS = (
         "afmoe",
         Rule(spaced(4, key="global_attn_every_n_layers")),
         sliding_window=1024,
-        head_dim=128,
     ),
-    _family("cwm", "cwm", Rule(_full_every_fourth), sliding_window=8192, head_dim=128),
-    _family("beam", "beam", Rule(spaced(6, last=True)), sliding_window=512, head_dim=128),
-    _family("kolibri1", "kolibri1", Rule(spaced(5)), sliding_window=513, head_dim=128),
-    _family("flint", "flint", Rule(_flint, sinks=_all_sinks), sliding_window=513, head_dim=128),
-    _family("mellum", "mellum", Rule(), sliding_window=1024, head_dim=128),
-    Family("laguna", ("laguna",), _laguna, {"laguna": {"sliding_window": 512, "head_dim": 128}}),
+    _family("cwm", "cwm", Rule(_full_every_fourth), sliding_window=8192),
+    _family("beam", "beam", Rule(spaced(6, last=True)), sliding_window=512),
+    _family("kolibri1", "kolibri1", Rule(spaced(5)), sliding_window=513),
+    _family("flint", "flint", Rule(_flint, sinks=_all_sinks), sliding_window=513),
+    _family("mellum", "mellum", Rule(), sliding_window=1024),
+    Family("laguna", ("laguna",), _laguna, {"laguna": {"sliding_window": 512}}),
     _family(
         "muse",
         "muse_glimmer_text muse_spark_text",
