@@ -173,7 +173,10 @@ def lay_tables(
 def lay_steps(
     arena: Arena, tables: Sequence[TableDraft], limits: Limits
 ) -> tuple[tuple[Field, ...], int]:
-    """The device arrays of an open step, and the bytes of one step; ``steps_in_flight`` copies."""
+    """The device arrays of an open step, and the bytes of one step.
+
+    There are ``steps_in_flight`` copies, and one that all graphs share.
+    """
     batch, tokens = limits.max_requests, limits.step_tokens
     wanted = [
         ("rows", "", "int32", batch),
@@ -201,5 +204,5 @@ def lay_steps(
         fields.append(Field(name, owner, dtype, elements, base + cursor))
         cursor = align_up(cursor + itemsize(dtype) * elements, 16)
     step_bytes = align_up(cursor, arena.align_bytes)
-    arena.take("steps", "step arrays", step_bytes * limits.steps_in_flight)
+    arena.take("steps", "step arrays", step_bytes * (limits.steps_in_flight + 1))
     return tuple(fields), step_bytes

@@ -18,6 +18,7 @@ from kvfactory.books import Accepted, Books, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.cacheplan import CachePlan, GroupPlan
 from kvfactory.entries import entry_slots
+from kvfactory.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
 from kvfactory.pools import Pool
 from kvfactory.routing import Route, Router
 from kvfactory.steps import Step, StepBuffers
@@ -44,6 +45,7 @@ class Cache:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._router = Router(parts.plan)
+        self._graphs = 0
         self.plan = parts.plan
         self.books = parts.books
 
@@ -122,6 +124,8 @@ class Cache:
         step = self._parts.buffers.fill(record)
         for runner in self._parts.runners.values():
             runner.prepare(step)
+        for runner in self._parts.runners.values():
+            runner.begin(step)
         return step
 
     def commit(self, step: Step, accepted: Accepted = None) -> Committed:
@@ -140,6 +144,34 @@ class Cache:
                 source, target = torch.from_numpy(moves).unbind(1)
                 self._parts.pools[group.name].move(target, source)
         return done
+
+    # ---- graphs ------------------------------------------------------------------------------
+
+    def graph(self, batch: int, tokens: int = 1, total: int | None = None) -> Graph:
+        """A graph for steps of up to ``batch`` requests with ``tokens`` new tokens each.
+
+        With ``total`` the requests have any numbers of tokens, together up to ``total``: whole
+        prefills. Smaller steps are padded on the sink. On a GPU whose backends only launch device
+        work it is a CUDA graph; elsewhere replays call the captured function.
+
+        Raises:
+            SpecError: more requests or tokens than planned.
+        """
+        parts = self._parts
+        shape = graph_shape(self.plan, batch, tokens, total)
+        place = GraphPlace(self.plan, parts.buffers, self._graphs)
+        self._graphs += 1
+        runners = parts.runners.values()
+        captures = parts.arena.is_cuda and all(runner.capturable for runner in runners)
+        return Graph(place, shape, runners, CudaRecorder() if captures else CallRecorder())
+
+    def fill(self, graph: Graph, step: Step) -> None:
+        """Make ``step`` the next replay's of ``graph``.
+
+        Raises:
+            SpecError: a step that the graph's shape does not hold.
+        """
+        graph.fill(step)
 
     # ---- attention ---------------------------------------------------------------------------
 

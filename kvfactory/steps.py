@@ -19,6 +19,30 @@ from kvfactory.cacheplan import CachePlan, Field
 
 
 @dataclass(frozen=True)
+class PageArrays:
+    """Room for the page lists of a step, int32, which a backend that wants them builds.
+
+    ``indptr`` [batch + 1] and ``last_page`` [batch] as in FlashInfer, ``indices`` the pages.
+    """
+
+    indptr: Tensor
+    last_page: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """The fixed shape of a graph's step: ``batch`` requests with ``rows`` new tokens in all.
+
+    ``each`` are those of every request, or 0 where they spread over the requests as they come.
+    """
+
+    batch: int
+    rows: int
+    each: int
+
+
+@dataclass(frozen=True)
 class TableArrays:
     """One page table's part of a step.
 
@@ -33,6 +57,7 @@ class TableArrays:
     slots: Tensor
     kv_lengths: Tensor
     first_page: Tensor
+    lists: PageArrays | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +74,7 @@ class Step:
 
     ``rows`` int32 [batch], ``q_indptr`` int32 [batch + 1], ``prefix`` int32 [batch] the tokens
     before this step, ``positions`` int64 [tokens]. ``tables`` and ``states`` by table name.
+    ``buffer`` numbers the places that steps live in: no two open steps or graphs have the same.
     """
 
     host: StepRecord
@@ -58,13 +84,16 @@ class Step:
     positions: Tensor
     tables: Mapping[str, TableArrays]
     states: Mapping[str, StateArrays]
+    buffer: int = 0
+    graph: GraphShape | None = None
 
 
 class StepBuffers:
-    """The arena's step fields, one set per step in flight, and their pinned staging.
+    """The arena's step fields, one set per step in flight and one for graphs, and their staging.
 
     A set is used again ``steps_in_flight`` steps later; on a CUDA device the copy out of its
     staging has been waited for by then, so planning never overwrites numbers still in transit.
+    All graphs share a set, which is filled and read in the stream's order.
     """
 
     def __init__(self, plan: CachePlan, arena: Tensor) -> None:
@@ -72,18 +101,12 @@ class StepBuffers:
         self._cuda = arena.device.type == "cuda"
         self._sets = [
             {(f.table, f.name): _view(arena, f, number * plan.step_bytes) for f in plan.fields}
-            for number in range(self._depth)
+            for number in range(self._depth + 1)
         ]
-        self._staging = [
-            {
-                key: torch.empty_like(view, device="cpu", pin_memory=True)
-                for key, view in one.items()
-            }
-            if self._cuda
-            else one
-            for one in self._sets
-        ]
-        self._copied = [torch.cuda.Event() if self._cuda else None for _ in range(self._depth)]
+        turns = [*range(self._depth), *[self._depth] * self._depth]
+        self._staging = [_staging(self._sets[number]) for number in turns]
+        self._copied = [torch.cuda.Event() if self._cuda else None for _ in turns]  # type: ignore[no-untyped-call]
+        self._graph_turn = 0
         self._tables = {
             table.name: arena[table.offset :][
                 : 4 * (plan.limits.max_requests + 1) * table.row_pages
@@ -108,10 +131,21 @@ class StepBuffers:
     def fill(self, record: StepRecord) -> Step:
         """The device arrays of ``record``, in the set that its serial number names."""
         number = record.serial % self._depth
-        event = self._copied[number]
+        return self._fill(record, number, number, number, None)
+
+    def fill_graph(self, record: StepRecord, shape: GraphShape, graph: int) -> Step:
+        """The device arrays of graph number ``graph`` for ``record``, padded to ``shape``."""
+        turn = self._depth + self._graph_turn
+        self._graph_turn = (self._graph_turn + 1) % self._depth
+        return self._fill(record, self._depth, turn, self._depth + graph, shape)
+
+    def _fill(
+        self, record: StepRecord, number: int, turn: int, buffer: int, graph: GraphShape | None
+    ) -> Step:
+        event = self._copied[turn]
         if event is not None:
             event.synchronize()
-        put = _Put(self._sets[number], self._staging[number], self._cuda)
+        put = _Put(self._sets[number], self._staging[turn], self._cuda)
         step = Step(
             host=record,
             rows=put("", "rows", record.rows),
@@ -124,6 +158,7 @@ class StepBuffers:
                     put(name, "slots", part.slots),
                     put(name, "kv_lengths", part.kv_lengths),
                     put(name, "first_page", part.first_page),
+                    self._lists(number, name, len(record.rows)),
                 )
                 for name, part in record.tables.items()
             },
@@ -131,10 +166,20 @@ class StepBuffers:
                 name: StateArrays(put(name, "slots", part.slots), put(name, "fresh", part.fresh))
                 for name, part in record.states.items()
             },
+            buffer=buffer,
+            graph=graph,
         )
         if event is not None:
             event.record()
         return step
+
+    def _lists(self, number: int, table: str, batch: int) -> PageArrays:
+        views = self._sets[number]
+        return PageArrays(
+            views[table, "indptr"][: batch + 1],
+            views[table, "last_page"][:batch],
+            views[table, "indices"],
+        )
 
     def clear(self) -> None:
         """Point every entry of every device table at the sink."""
@@ -156,6 +201,17 @@ class _Put:
         if self.cuda:
             view.copy_(staged[: len(values)], non_blocking=True)
         return view
+
+
+def _staging(views: Mapping[tuple[str, str], Tensor]) -> Mapping[tuple[str, str], Tensor]:
+    """Pinned host memory of the same sizes; on a CPU the views themselves."""
+    if not next(iter(views.values())).is_cuda:
+        return views
+    return {
+        key: torch.empty_like(view, device="cpu", pin_memory=True)
+        for key, view in views.items()
+        if key[1] not in ("indptr", "last_page", "indices")
+    }
 
 
 def _view(arena: Tensor, field: Field, shift: int) -> Tensor:

@@ -70,6 +70,10 @@ class AttentionRunner(Protocol):
         """
         ...
 
+    def begin(self, step: Step) -> None:
+        """Device work that a step needs once, after ``prepare``; a graph holds it."""
+        ...
+
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
         """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
         ...
@@ -185,6 +189,7 @@ def features(group: GroupPlan, spec: Spec) -> frozenset[str]:
         "mla_soft_cap": latent and work.soft_cap,
         "mla_exact": latent and exact,
         "k_only": work.geometry == "gqa" and not group.has("v"),
+        "unequal_head_dims": not latent and len({t.logical.axes for t in group.tensors}) > 1,
         "entries": group.tokens_per_entry > 1,
         "selected": group.group in _selected(spec),
         "center": centers,
@@ -193,6 +198,7 @@ def features(group: GroupPlan, spec: Spec) -> frozenset[str]:
         "exact": exact,
         "ragged_of_stored": choice.prefill == "ragged" and lossy and not exact,
         "deterministic": choice.deterministic,
+        "deterministic_ragged": choice.deterministic and (exact or choice.prefill == "ragged"),
     }
     return frozenset(name for name, value in asked.items() if value)
 

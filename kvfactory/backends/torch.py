@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 FEATURES = frozenset(
     {"window", "chunk", "soft_cap", "sinks", "non_causal", "cross", "k_only", "entries"}
+    | {"unequal_head_dims"}
     | {"mla", "mla_window", "mla_soft_cap", "mla_exact", "exact", "selected"}
     | {"center", "center_with_soft_cap", "scale_per_head", "deterministic"}
+    | {"deterministic_ragged"}
 )
 
 
@@ -33,6 +35,9 @@ class OracleRunner:
     capturable: bool = False
 
     def prepare(self, step: Step) -> None:
+        """Nothing."""
+
+    def begin(self, step: Step) -> None:
         """Nothing."""
 
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:

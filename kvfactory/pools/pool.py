@@ -24,7 +24,7 @@ from torch import Tensor
 from kvfactory.cacheplan import GroupPlan
 from kvfactory.calibration import Key
 from kvfactory.errors import Problem, SpecError
-from kvfactory.pools import checks, image, transfer
+from kvfactory.pools import checks, image, slices, transfer
 from kvfactory.pools.checks import Ids
 from kvfactory.pools.constants import assign, fill_defaults, keys
 from kvfactory.pools.ops import Keep, MakeOps
@@ -54,6 +54,7 @@ class Pool:
         self.bound = group_views(group, arena)
         self.ops = make_ops(self.bound)
         fill_defaults(self.bound)
+        self.constants_version = 0
 
     @property
     def num_pages(self) -> int:
@@ -183,6 +184,7 @@ class Pool:
         """
         checks.storage(self.bound)
         assign(self.bound, values)
+        self.constants_version += 1
 
     def constant_keys(self) -> frozenset[Key]:
         """The keys that ``set_constants`` takes."""
@@ -253,6 +255,22 @@ class Pool:
         """
         found = checks.host_ids(self.bound, pages, "pages")
         return tuple(run.of_page(page) for page in found for run in self._runs)
+
+    def slicings(self) -> tuple[slices.Slicing, ...]:
+        """How tensor-parallel ranks share every plane: axis, stacked blocks, pieces."""
+        return slices.slicings(self.group)
+
+    def slice_regions(self, pages: Ids, part: int, parts: int) -> tuple[transfer.Region, ...]:
+        """The runs of ``pages`` that hold share ``part`` of ``parts`` of the heads or channels.
+
+        They match, in order and size, ``slice_regions(pages, 0, 1)`` of a pool of one share.
+
+        Raises:
+            SpecError: a block that ``parts`` does not divide, or an axis that the layout splits.
+        """
+        found = checks.host_ids(self.bound, pages, "pages")
+        runs = slices.slice_regions(self.group, part, parts)
+        return tuple(run.of_page(page) for page in found for run in runs)
 
     @cached_property
     def _runs(self) -> tuple[transfer.Region, ...]:

@@ -1,0 +1,310 @@
+"""What a step launches: kernels over all of its requests, or over some, with their page lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfactory.errors import Problem, SpecError
+from kvfactory.flashinfer_runtime import masks
+from kvfactory.flashinfer_runtime.choose import FULL, KernelName, Shape
+from kvfactory.flashinfer_runtime.library import Lists, Module, Space
+from kvfactory.flashinfer_runtime.lists import ListJob, build_lists
+from kvfactory.flashinfer_runtime.plans import Ask, Planner
+from kvfactory.flashinfer_runtime.sizes import Slots, query_tile
+from kvfactory.flashinfer_runtime.work import Counts, Work, indptr, work_of
+from kvfactory.steps import Step
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One planned launch.
+
+    It covers the first ``num_rows`` rows of q or, with ``rows`` int64, those; ``q_indptr`` counts
+    its own. ``module`` is None for ``xqa``, which has no plan but ``tables`` int32 [batch, pages].
+    """
+
+    kernel: KernelName
+    module: Module | None
+    space: Space | None
+    info: Any
+    q_indptr: Tensor
+    lists: Lists | None
+    causal: bool
+    window_left: int
+    num_rows: int
+    rows: Tensor | None = None
+    tables: Tensor | None = None
+    lengths: Tensor | None = None
+
+
+@dataclass
+class Schedule:
+    """A step's launches; ``jobs`` are the page lists to build before the first.
+
+    ``new`` and ``prefix`` replace ``main`` where new tokens are attended as they came. ``slots``
+    int64 [n] are the entries that the step reads, for stores that decode them first.
+    """
+
+    serial: int
+    constants: int
+    work: Work
+    main: tuple[Launch, ...] = ()
+    new: tuple[Launch, ...] = ()
+    prefix: tuple[Launch, ...] = ()
+    prefix_mask: masks.Packed | None = None
+    general: Launch | None = None
+    jobs: tuple[ListJob, ...] = ()
+    slots: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Query rows."""
+        return self.work.rows
+
+
+@dataclass
+class TableLists:
+    """The page lists of whole steps, which all shapes of a table share."""
+
+    stale: set[tuple[int, str]] = field(default_factory=set)
+
+    def expire(self, step: Step, table: str) -> None:
+        """The lists of ``step`` have to be built, now or when a graph runs."""
+        self.stale.add((step.buffer, table))
+
+    def build(self, step: Step, table: str, page_tokens: int, most_pages: int) -> None:
+        """Build them, unless that was done since they expired."""
+        if (step.buffer, table) in self.stale:
+            self.stale.discard((step.buffer, table))
+            arrays = step.tables[table]
+            job = (arrays.pages, step.rows, arrays.kv_lengths, arrays.first_page)
+            build_lists(ListJob(*job, page_tokens, most_pages, lists_of(step, table)))
+
+
+def lists_of(step: Step, table: str) -> Lists:
+    """Where the lists of a whole step lie."""
+    arrays = step.tables[table].lists
+    assert arrays is not None
+    return Lists(arrays.indptr, arrays.last_page, arrays.indices)
+
+
+@dataclass
+class Scheduler:
+    """Schedules for one shape, by the buffers that a step lives in."""
+
+    planner: Planner
+    lists: TableLists
+    prefix_lists: list[Lists]
+    xqa_tables: list[Tensor]
+    slots: Slots
+    lossless: bool
+    copies: bool
+    _made: dict[int, Schedule] = field(default_factory=dict)
+    _graph: int = -1
+
+    @property
+    def shape(self) -> Shape:
+        """What it schedules."""
+        return self.planner.shape
+
+    def of(self, step: Step) -> Schedule:
+        """The schedule of a prepared step."""
+        return self._made[step.buffer]
+
+    def prepare(self, step: Step, constants: int) -> None:
+        """Plan ``step``; ``constants`` is the number of the constants that launches bake in.
+
+        Raises:
+            SpecError: constants were set after a graph was captured with the old ones.
+            BooksError: lengths that are not decided yet where the kernels carry them.
+        """
+        held = self._made.get(step.buffer)
+        if held and step.graph and held.constants != constants:
+            need = "a graph captured after the last set_constants"
+            raise SpecError(Problem("graph", "one with older constants", need, "capture again"))
+        self.lists.expire(step, self.shape.table)
+        same = held and held.serial == step.host.serial and held.constants == constants
+        if same and (step.graph is None or self._graph == step.buffer):
+            return
+        if step.graph:
+            self._graph = step.buffer
+        exact = self.planner.rules.exact_lengths
+        work = work_of(step, self.shape.table, self.shape.page_tokens, exact)
+        schedule = Schedule(step.host.serial, constants, work)
+        self._made[step.buffer] = schedule
+        if work.rows and self.planner.kernels.merged and not (work.decodes and self.lossless):
+            self._plan_merged(step, schedule)
+        elif work.rows:
+            self._plan_main(step, schedule)
+
+    def begin(self, step: Step) -> None:
+        """Build the page lists of ``step`` on the device."""
+        schedule = self.of(step)
+        if not schedule.rows:
+            return
+        page_tokens, table = self.shape.page_tokens, step.tables[self.shape.table]
+        most = table.pages.shape[1] if step.graph else int(schedule.work.pages.max(initial=0))
+        self.lists.build(step, self.shape.table, page_tokens, most)
+        for job in schedule.jobs:
+            build_lists(job)
+        for launch in schedule.main:
+            if launch.tables is not None:
+                torch.index_select(table.pages, 0, step.rows, out=launch.tables)
+        if self.copies:
+            total = int(schedule.work.pages.sum())
+            pages = lists_of(step, self.shape.table).indices[:total].long()
+            within = torch.arange(page_tokens, device=pages.device)
+            schedule.slots = (pages[:, None] * page_tokens + within).flatten()
+
+    def main(self, step: Step) -> tuple[Launch, ...]:
+        """Launches over what is stored; where steps are merged, planned when first asked for."""
+        schedule = self.of(step)
+        if not schedule.main:
+            self._plan_main(step, schedule)
+        return schedule.main
+
+    def general(self, step: Step) -> tuple[Launch, Work]:
+        """A launch that takes a custom mask, planned when first asked for."""
+        schedule = self.of(step)
+        if schedule.general is None:
+            ask = self._ask(self.planner.kernels.general.name, schedule.work, self.slots.general)
+            ask = ask._replace(window_left=FULL, causal=False)
+            schedule.general = self._launch(step, ask)
+        return schedule.general, schedule.work
+
+    # ---- launches ----------------------------------------------------------------------------
+
+    def _ask(self, name: KernelName, work: Work, slot: int) -> Ask:
+        shape = self.shape
+        causal = shape.causal and not work.decodes
+        return Ask(name, work, slot, causal, shape.window_left)
+
+    def _launch(self, step: Step, ask: Ask) -> Launch:
+        """A planned launch over all requests and the step's own page lists."""
+        space, info = self.planner.plan(step, ask)
+        module = self.planner.module(ask)
+        return replace(self._unplanned(step, ask), space=space, info=info, module=module)
+
+    def _unplanned(self, step: Step, ask: Ask) -> Launch:
+        return Launch(
+            kernel=ask.name,
+            module=None,
+            space=None,
+            info=None,
+            q_indptr=step.q_indptr,
+            lists=lists_of(step, self.shape.table),
+            causal=ask.causal,
+            window_left=ask.window_left,
+            num_rows=step.graph.rows if step.graph else ask.work.rows,
+        )
+
+    def _plan_main(self, step: Step, schedule: Schedule) -> None:
+        work = schedule.work
+        parts = classes(work, self.shape, self.planner.rules.deterministic and not step.graph)
+        for slot, entries in enumerate(parts):
+            part = work if len(parts) == 1 else work.only(entries)
+            ask = self._ask(self.planner.kernel_for(part, step), part, slot)
+            if ask.name == "xqa":
+                launch = self._with_tables(step, self._unplanned(step, ask))
+            else:
+                launch = self._launch(step, ask)
+            if len(parts) > 1:
+                launch = self._over(step, schedule, launch, part, entries)
+            schedule.main += (launch,)
+
+    def _over(
+        self, step: Step, schedule: Schedule, launch: Launch, part: Work, entries: Counts
+    ) -> Launch:
+        """``launch`` over some batch entries, with page lists and rows of its own."""
+        device, table = step.rows.device, step.tables[self.shape.table]
+        chosen = torch.from_numpy(entries).to(device, non_blocking=True)
+        lists = new_lists(len(entries), int(part.pages.sum()), device)
+        job = ListJob(
+            pages=table.pages,
+            rows=step.rows[chosen],
+            tokens=table.kv_lengths[chosen],
+            first_page=table.first_page[chosen],
+            page_tokens=self.shape.page_tokens,
+            most_pages=int(part.pages.max(initial=0)),
+            out=lists,
+        )
+        schedule.jobs += (job,)
+        own = indptr(part.q_tokens)
+        starts = step.host.q_indptr[:-1][entries].astype(np.int64)
+        rows = np.repeat(starts - own[:-1], part.q_tokens) + np.arange(part.rows)
+        return replace(
+            launch,
+            rows=torch.from_numpy(rows).to(device, non_blocking=True),
+            q_indptr=torch.from_numpy(own).to(device, non_blocking=True),
+            lists=lists,
+        )
+
+    def _with_tables(self, step: Step, launch: Launch) -> Launch:
+        buffer = self.xqa_tables[min(step.buffer, len(self.xqa_tables) - 1)]
+        lengths = step.tables[self.shape.table].kv_lengths
+        return replace(launch, tables=buffer[: len(step.rows)], lengths=lengths)
+
+    def _plan_merged(self, step: Step, schedule: Schedule) -> None:
+        """The ragged launch over new tokens, and the paged one over what came before."""
+        work, kernels = schedule.work, self.planner.kernels
+        ask = self._ask(kernels.new.name, work.ragged(), self.slots.new)
+        ask = ask._replace(ragged=True, causal=self.shape.causal)
+        schedule.new = (replace(self._launch(step, ask), lists=None),)
+        if (work.prefix > 0).any():
+            schedule.prefix = (self._plan_prefix(step, schedule),)
+
+    def _plan_prefix(self, step: Step, schedule: Schedule) -> Launch:
+        shape, work = self.shape, schedule.work
+        before = work.before(shape.page_tokens)
+        left = prefix_window(work, shape.window_left)
+        if left is None:
+            device = step.rows.device
+            schedule.prefix_mask = masks.prefix_window(
+                before, shape.page_tokens, shape.window_left, device
+            )
+            left = FULL
+        kernels, table = self.planner.kernels, step.tables[shape.table]
+        name = (kernels.prefix if work.settled else kernels.general).name
+        ask = self._ask(name, before, self.slots.prefix)._replace(causal=False, window_left=left)
+        lists = self._prefix_lists(step, len(work.tokens))
+        most = int(before.pages.max(initial=0))
+        columns = (step.rows, step.prefix, table.first_page)
+        schedule.jobs += (ListJob(table.pages, *columns, shape.page_tokens, most, lists),)
+        return replace(self._launch(step, ask), lists=lists)
+
+    def _prefix_lists(self, step: Step, batch: int) -> Lists:
+        whole = self.prefix_lists[min(step.buffer, len(self.prefix_lists) - 1)]
+        return Lists(whole.indptr[: batch + 1], whole.last_page[:batch], whole.indices)
+
+
+def new_lists(batch: int, pages: int, device: torch.device) -> Lists:
+    """Room for the lists of some requests."""
+    sizes = (batch + 1, batch, max(pages, 1))
+    return Lists(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+
+
+def classes(work: Work, shape: Shape, apart: bool) -> list[Counts]:
+    """Batch entries by the query tile that their own tokens ask for; all together unless apart."""
+    busy = work.q_tokens.nonzero()[0]
+    if not apart:
+        return [np.arange(len(work.tokens))] if len(busy) else []
+    tiles = [query_tile(int(n) * shape.group, shape.v_dim) for n in work.q_tokens[busy]]
+    return [busy[np.equal(tiles, tile)] for tile in sorted(set(tiles))]
+
+
+def prefix_window(work: Work, window_left: int) -> int | None:
+    """``window_left`` over a prefix alone, where one number does for all; None where it does not.
+
+    FlashInfer aligns the last query with the last key, so a query is ``q_tokens`` further away
+    from the prefix than it assumes.
+    """
+    if window_left == FULL:
+        return FULL
+    busy = work.q_tokens[work.q_tokens > 0]
+    left = window_left - work.longest
+    return left if len(busy) and (busy == busy[0]).all() and left >= 0 else None

@@ -1,0 +1,105 @@
+"""Steps padded to a fixed shape on the sink: row 0, page 0, state slot 0."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfactory.books import StepRecord
+from kvfactory.books.ids import SINK
+from kvfactory.books.step import StateStep, TableStep
+from kvfactory.cacheplan import CachePlan
+from kvfactory.errors import Problem, SpecError
+from kvfactory.steps import GraphShape
+
+Number = TypeVar("Number", bound=np.generic)
+
+NOTHING = np.zeros(0, np.int64)
+BLANK_SERIAL = -1
+"""The serial of a step of no requests, which padding fills entirely."""
+
+
+def blank_record(plan: CachePlan) -> StepRecord:
+    """A step of no requests."""
+    pairs, triples = np.zeros((0, 2), np.int64), np.zeros((0, 3), np.int32)
+    none, unset = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    tables = {t.name: TableStep(NOTHING, NOTHING, pairs, triples, none) for t in plan.tables}
+    states = {s.name: StateStep(none, unset, pairs) for s in plan.states}
+    return StepRecord(
+        serial=BLANK_SERIAL,
+        rows=none,
+        q_indptr=np.zeros(1, np.int32),
+        prefix=NOTHING,
+        lengths=NOTHING,
+        positions=NOTHING,
+        settled=unset,
+        parents=None,
+        tables=tables,
+        states=states,
+    )
+
+
+def padded(record: StepRecord, shape: GraphShape, encoders: frozenset[str]) -> StepRecord:
+    """``record`` with padded requests up to ``shape``; ``encoders`` are tables of encoder tokens.
+
+    A padded request has ``shape.each`` tokens and reads as many; of an encoder table it reads one.
+
+    Raises:
+        SpecError: more requests or tokens than ``shape`` has, or others than ``shape.each`` each,
+            or encoder tokens to write.
+    """
+    _check(record, shape, encoders)
+    batch, rows, each = shape.batch, shape.rows, shape.each
+    missing = batch - len(record.rows)
+    ends = record.q_indptr[-1] + each * np.arange(1, missing + 1)
+    tables = {
+        name: TableStep(
+            slots=part.slots if name in encoders else _filled(part.slots, rows, SINK),
+            kv_lengths=_filled(part.kv_lengths, batch, 1 if name in encoders else each),
+            copies=part.copies,
+            updates=part.updates,
+            first_page=_filled(part.first_page, batch, 0),
+        )
+        for name, part in record.tables.items()
+    }
+    states = {
+        name: StateStep(_filled(p.slots, batch, SINK), _filled(p.fresh, batch, 0), p.copies)
+        for name, p in record.states.items()
+    }
+    return record._replace(
+        rows=_filled(record.rows, batch, SINK),
+        q_indptr=np.append(record.q_indptr, ends).astype(np.int32),
+        prefix=_filled(record.prefix, batch, 0),
+        lengths=_filled(record.lengths, batch, each),
+        positions=_filled(record.positions, rows, 0),
+        settled=_filled(record.settled, batch, 1),
+        tables=tables,
+        states=states,
+    )
+
+
+def _check(record: StepRecord, shape: GraphShape, encoders: frozenset[str]) -> None:
+    counts = np.diff(record.q_indptr)
+    wrong: list[Problem] = []
+    if len(counts) > shape.batch:
+        got = f"{len(counts)} requests"
+        wrong.append(Problem("fill(step)", got, f"at most the graph's {shape.batch}"))
+    if shape.each and (counts != shape.each).any():
+        got = f"{sorted(set(counts.tolist()))} new tokens a request"
+        wrong.append(Problem("fill(step)", got, f"the graph's {shape.each} each"))
+    if counts.sum() > shape.rows:
+        got = f"{counts.sum()} new tokens"
+        wrong.append(Problem("fill(step)", got, f"at most the graph's {shape.rows}"))
+    if any(len(record.tables[name].slots) for name in encoders):
+        need = "a step without them: they are written outside of graphs"
+        wrong.append(Problem("fill(step)", "encoder tokens to write", need))
+    if wrong:
+        raise SpecError(*wrong)
+
+
+def _filled(values: NDArray[Number], length: int, value: int) -> NDArray[Number]:
+    found = np.full(length, value, values.dtype)
+    found[: len(values)] = values
+    return found
