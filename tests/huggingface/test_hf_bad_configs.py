@@ -143,6 +143,7 @@ def without(**changes: Any) -> dict[str, Any]:
         ),
         ({"model_type": "deepseek_v3", **LATENT, "rope_scaling": "yarn"}, "rope_scaling"),
         ({"model_type": "deepseek_v32", **LATENT}, "index_topk"),
+        ({"model_type": "deepseek_v3", **LATENT, **INDEX}, "index_topk"),
         (
             {"model_type": "glm_moe_dsa", **LATENT, **INDEX, "indexer_types": ["full"] * 3},
             "indexer_types",

@@ -22,6 +22,8 @@ def _latent(config: Fields) -> Geometry:
     """Latents at every layer."""
     layers = num_layers(config)
     layer_types(config, layers, always(FULL), known=(FULL,))
+    if config.has("index_topk"):
+        config.wrong("index_topk", "no indexer, or a model type with one such as deepseek_v32")
     group = read_latent(config)
     kept = collect(layers, ((layer, "latent", group) for layer in range(layers)))
     return Geometry(layers, kept, config.tokens(*_CONTEXT))
