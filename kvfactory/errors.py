@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os.path
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -61,6 +62,11 @@ class BooksError(KVFactoryError):
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """The closest of ``known`` to ``got``, or an empty string when nothing is close."""
-    close = difflib.get_close_matches(got, list(known), n=1, cutoff=0.5)
-    return close[0] if close else ""
+    """The closest of ``known`` to ``got``, ties by common beginning; empty when nothing is close."""
+
+    def closeness(name: str) -> tuple[float, int]:
+        alike = difflib.SequenceMatcher(None, name, got).ratio()
+        return alike, len(os.path.commonprefix([name, got]))
+
+    best = max(known, key=closeness, default="")
+    return best if closeness(best)[0] >= 0.5 else ""
