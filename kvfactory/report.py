@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from io import StringIO
 
 from kvfactory.cacheplan import CachePlan, GroupPlan, PlanePlan, StatePlan, TablePlan
 from kvfactory.layouts import LAYOUTS
@@ -25,19 +26,22 @@ def plan_text(plan: CachePlan) -> str:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns under a heading; numbers to the right, no trailing blanks."""
+    """Aligned columns under a heading; numbers to the right, nothing cut, no trailing blanks."""
     if not rows:
         return ""
-    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    right = [all(row[i][:1] in _RIGHT or row[i] == "-" for row in rows) for i in range(len(head))]
-    lines = [head, *rows]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if flush else cell.ljust(width)
-            for cell, width, flush in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, cells in zip(head, zip(*rows, strict=True), strict=True):
+        number = all(cell[:1] in _RIGHT or cell == "-" for cell in cells)
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(file=StringIO(), width=10_000, markup=False, highlight=False)
+    with console.capture() as shown:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in shown.get().splitlines())
 
 
 def size(num_bytes: float) -> str:
