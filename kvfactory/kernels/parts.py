@@ -84,8 +84,7 @@ class _Run:
     @property
     def unit_step(self) -> int:
         """The closest that two units come."""
-        steps = [self.page, *(step for extent, step in self.slot if extent > 1)]
-        return min(steps)
+        return min([self.page, *(step for _, step in self.slot)])
 
     def joined(self, other: _Run) -> _Run | None:
         """Both as one run, when they stand in the same unit's stretch of bytes."""
@@ -122,7 +121,8 @@ def byte_image(parts: Iterable[Part]) -> int:
 
 def _run(plane: PlanePlan, group: GroupPlan, by_slot: bool) -> _Run:
     spot = placed(plane.place, group.kind == "linear")
-    slot = spot.slot if by_slot else ()
+    # An axis of one slot has a step that no slot takes, and planes need not agree on it.
+    slot = tuple(axis for axis in spot.slot if axis[0] > 1) if by_slot else ()
     inner_slots = () if by_slot else spot.slot
     probe = _Run(spot.offset, 0, (), spot.page[1], slot)
     axes = sorted((spot.layer, *inner_slots, *spot.own), key=lambda axis: -axis[1])

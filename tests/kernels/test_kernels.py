@@ -30,6 +30,7 @@ from kvfactory.quant import SCHEMES
 
 HERE = Path(__file__).parent
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+PLANES_OF_ALL_SIZES = ("plain", "int8_token_head", "int4_g32", "nvfp4", "state_int8")
 CHECKS = (check_write, check_strided_rows, check_read, check_bytes, check_moves)
 
 
@@ -61,8 +62,11 @@ def gpu_bench(cell: Cell) -> Bench:
 def test_product(quant: str, layout: str) -> None:
     geometry = "gdn" if quant == "state_int8" else "dim128"
     made = gpu_bench(Cell(geometry, quant, layout, 128 if layout == "fa4_scales" else 16))
-    for check in (check_write, check_read, check_moves):
-        check(made)
+    check_write(made)
+    check_read(made)
+    if quant in PLANES_OF_ALL_SIZES:
+        check_bytes(made)
+        check_moves(made)
 
 
 @pytest.mark.gpu
