@@ -1,0 +1,53 @@
+"""The README, executed: every command and every example under a ``<!-- run -->`` mark."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line
+    for block in re.findall(r"<!-- run -->\n```sh\n(.*?)```", TEXT, re.S)
+    for line in block.splitlines()
+]
+EXAMPLES = re.findall(r"<!-- run -->\n```python\n(.*?)```", TEXT, re.S)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, tmp_path: Path) -> None:
+    program, *arguments = shlex.split(command)
+    assert program == "python"
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: str) -> None:
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_setup_commands_begin_from_nothing() -> None:
+    setup = re.findall(r"<!-- command: (\w+) -->\n```sh\n(.*?)\n```", TEXT, re.S)
+    assert [name for name, _ in setup] == ["run", "test"]
+    for _, command in setup:
+        assert "\n" not in command
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
+
+
+def test_layouts_in_the_readme_are_the_catalog() -> None:
+    from kvfactory.layouts import LAYOUTS
+
+    named = set(re.findall(r"`([a-z_0-9]+)`", TEXT.split("## Layouts")[1].split("## Extending")[0]))
+    assert set(LAYOUTS.names()) <= named
