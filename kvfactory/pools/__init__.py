@@ -3,6 +3,7 @@
 from kvfactory.pools.image import PageImage
 from kvfactory.pools.ops import Keep, MakeOps, Ops
 from kvfactory.pools.pool import PlaneBytes, Pool
+from kvfactory.pools.slices import Slicing
 from kvfactory.pools.torch_ops import TorchOps
 from kvfactory.pools.transfer import Copy, Manifest, Region, copies
 from kvfactory.pools.views import GroupViews, group_views
@@ -18,6 +19,7 @@ __all__ = [
     "PlaneBytes",
     "Pool",
     "Region",
+    "Slicing",
     "TorchOps",
     "copies",
     "group_views",
