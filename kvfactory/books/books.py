@@ -220,7 +220,38 @@ class Books:
         for name, table in self._ledger.page_tables.items():
             table.pages.give(segment.parts[name].pages)
         for name, state in self._ledger.states.items():
-            state.give(int64([segment.slots[name]]))
+            state.bequeath(segment.slots[name])
+
+    def view(self, sequence: Sequence) -> Segment:
+        """What a sequence owns of its committed tokens, without owning it: for offload.
+
+        Its state slot is where the state is now, also while a copy of it is due; the sink where
+        there is none yet. It holds until the next operation on the books.
+
+        Raises:
+            BooksError: a stale handle, a step in flight, or encoder tokens not yet written.
+        """
+        self.settle()
+        ledger = self._ledger
+        rows = ledger.requests.resolve([sequence])
+        row = int(rows[0])
+        checks.settled(ledger, row, bool(self._flights.touch(rows)[0]))
+        return ledger.view(row, 0, int(ledger.requests.committed[row]))
+
+    def reserve(self, tokens: int, cross_tokens: int = 0) -> Segment:
+        """A held segment [0, tokens) of new pages and state slots, to be filled from outside.
+
+        After that, ``open`` with it as prefix and ``release`` hand it to a sequence, state slot
+        included: nothing is copied. State copies that were due before must be made (``copies``)
+        before the state slots are filled.
+
+        Raises:
+            OutOfPages: pages or state slots are short; nothing is taken.
+            BooksError: more tokens than a row holds.
+        """
+        self.settle()
+        checks.reserve(self._ledger, tokens, cross_tokens)
+        return self._segments.add(self._ledger.reserve(tokens, cross_tokens))
 
     def copies(self) -> dict[str, Int64]:
         """State copies due now, by table: (source slot, destination slot) int64 [n, 2].

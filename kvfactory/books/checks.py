@@ -105,6 +105,37 @@ def hold(ledger: Ledger, row: int, start: int, stop: int) -> None:
         raise BooksError(*problems)
 
 
+def settled(ledger: Ledger, row: int, in_flight: bool) -> None:
+    """Refuse to describe a row while a step of it is in flight.
+
+    Raises:
+        BooksError: why not.
+    """
+    problems = list(_unwritten(ledger, row))
+    if in_flight:
+        got = "a sequence with a step whose outcome is open"
+        problems.append(Problem("sequence", got, "a committed sequence", "commit"))
+    if problems:
+        raise BooksError(*problems)
+
+
+def reserve(ledger: Ledger, tokens: int, cross_tokens: int) -> None:
+    """Refuse a segment that no sequence could begin with.
+
+    Raises:
+        BooksError: why not.
+    """
+    problems = []
+    for path, number, least, most in (
+        ("tokens", tokens, 1, int(ledger.row_tokens)),
+        ("cross_tokens", cross_tokens, 0, ledger.encoder_tokens),
+    ):
+        if not least <= number <= most:
+            problems.append(Problem(path, str(number), f"{least}..{most}"))
+    if problems:
+        raise BooksError(*problems)
+
+
 def _unwritten(ledger: Ledger, row: int) -> Iterator[Problem]:
     for encoder in ledger.encoders.values():
         if not encoder.is_written(row):

@@ -107,6 +107,22 @@ class Ledger:
         slots = {name: state.source(row) for name, state in self.states.items()}
         return Segment(start, stop, parts, slots, cross_tokens)
 
+    def reserve(self, tokens: int, cross_tokens: int) -> Segment:
+        """New pages and state slots, of no row, for the first ``tokens`` tokens of a sequence.
+
+        Raises:
+            OutOfPages: pages or state slots are short; nothing is taken then.
+        """
+        stops = dict.fromkeys(self.tables, tokens) | dict.fromkeys(self.encoders, cross_tokens)
+        tables = self.page_tables
+        pages = [
+            (tables[name].pages, len(tables[name].span(0, stop))) for name, stop in stops.items()
+        ]
+        require(*pages, *((state.slots, 1) for state in self.states.values()))
+        parts = {name: tables[name].fresh_part(stop) for name, stop in stops.items()}
+        slots = {name: state.take() for name, state in self.states.items()}
+        return Segment(0, tokens, parts, slots, cross_tokens)
+
     def reset(self) -> None:
         """Return everything that anybody holds; generations stay."""
         rows = self.requests.rows.owners.nonzero()[0]

@@ -32,8 +32,13 @@ class StateTable:
             self._copy(source, taken)
 
     def source(self, row: int) -> int:
-        """The slot to copy for a fork of ``row``: the sink where there is no state yet."""
-        return SINK if self._fresh[row] else int(self.slot[row])
+        """Where the state of ``row`` is: the sink where there is none yet."""
+        slot = int(self.slot[row])
+        return SINK if self._fresh[row] else self._sources.get(slot, slot)
+
+    def take(self) -> int:
+        """A slot that belongs to no row. The caller asked for room."""
+        return int(self.slots.take(1)[0])
 
     def duplicate(self, row: int) -> int:
         """A slot beside the rows, with the state of ``row``."""
@@ -52,6 +57,13 @@ class StateTable:
         self.slots.give(slots)
         for slot in slots.tolist():
             self._sources.pop(slot, None)
+
+    def bequeath(self, slot: int) -> None:
+        """Return a slot that belongs to no row; a row that waits for a copy of it takes it over."""
+        heirs = [heir for heir, source in self._sources.items() if source == slot]
+        for row in np.isin(self.slot, heirs).nonzero()[0][:1]:
+            self.slot[row], slot = slot, int(self.slot[row])
+        self.give(np.array([slot]))
 
     def step(self, rows: Rows) -> StateStep:
         """The record of a step over ``rows``: fresh slots and copies are reported once."""

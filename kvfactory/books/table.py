@@ -158,13 +158,20 @@ class PageTable:
         """The first position whose page the row still owns."""
         return int(self.first[row]) * self.shape.page_tokens
 
+    def span(self, start: int, stop: int) -> range:
+        """The columns of tokens start .. stop - 1 that a query at ``stop`` can see."""
+        first = max(start, self.shape.lifetime.first_visible(stop)) // self.shape.page_tokens
+        return range(first, ceil_div(stop, self.shape.page_tokens))
+
     def part(self, row: int, start: int, stop: int) -> Part:
         """The pages of tokens start .. stop - 1 that a query at ``stop`` can see."""
-        page_tokens = self.shape.page_tokens
-        first = max(start, self.shape.lifetime.first_visible(stop)) // page_tokens
-        base = row * self.shape.row_pages
-        last = ceil_div(stop, page_tokens)
-        return Part(first, self.cells[base + first : base + last].copy())
+        span, base = self.span(start, stop), row * self.shape.row_pages
+        return Part(span.start, self.cells[base + span.start : base + span.stop].copy())
+
+    def fresh_part(self, tokens: int) -> Part:
+        """New pages for what a query at ``tokens`` can see. The caller asked for room."""
+        span = self.span(0, tokens)
+        return Part(span.start, self.pages.take(len(span)))
 
     def adopt(self, rows: Rows, parts: Iterable[Part], tokens: int) -> None:
         """Give fresh ``rows`` the first ``tokens`` tokens of a chain, whose later parts win."""
