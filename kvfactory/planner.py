@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvfactory.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
@@ -12,7 +12,7 @@ from kvfactory.errors import CapabilityError, Problem
 from kvfactory.grouping import Draft, Findings, draft_groups
 from kvfactory.memory import MEMORIES
 from kvfactory.sizing import crowded_chunks, draft_tables, sizes_for, solve
-from kvfactory.spec import Spec
+from kvfactory.spec import BackendChoice, Spec
 
 
 def plan(spec: Spec) -> CachePlan:
@@ -131,10 +131,22 @@ def _choose(groups: Sequence[GroupPlan], spec: Spec) -> dict[str, Choice]:
             if choice.backend:
                 chosen[group.name] = choice
             else:
-                wrong += [problem for _, found in choice.passed_over for problem in found]
+                found = (problem for _, problems in choice.passed_over for problem in problems)
+                wrong += _with_others(found, group, spec)
     if wrong:
         raise CapabilityError(*dict.fromkeys(wrong))
     return chosen
+
+
+def _with_others(found: Iterable[Problem], group: GroupPlan, spec: Spec) -> Iterator[Problem]:
+    """Problems of the backend that was asked for; those without a mend name one that would do."""
+    names = [name for name in BACKENDS.names() if name != spec.backend.name]
+    ranked = sorted((BACKENDS.get(name, "backend.name") for name in names), key=lambda b: -b.rank)
+    others = spec.model_copy(update={"backend": BackendChoice()})
+    fits = _first_fit(group, ranked, others).backend if spec.backend.name != "auto" else ""
+    for problem in found:
+        fix = problem.fix or (f"backend={fits}" if fits else "")
+        yield replace(problem, fix=fix)
 
 
 def _first_fit(group: GroupPlan, ranked: Sequence[Backend], spec: Spec) -> Choice:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -153,20 +154,18 @@ def installed() -> Library:
         BuildError: it is missing, or of another version than this file calls.
     """
     fix = 'pip install "kvfactory[cuda]", or backend=triton or backend=torch'
+    wanted = f"the package flashinfer-python from {VERSIONS[0]} on, below {VERSIONS[1]}"
     try:
-        import flashinfer
-    except ImportError as error:
-        need = "the package flashinfer, of the extra cuda"
-        raise BuildError(Problem("backend flashinfer", str(error), need, fix)) from None
-    version = str(flashinfer.__version__)
-    if not _parts(VERSIONS[0]) <= _parts(version) < _parts(VERSIONS[1]):
-        need = f"flashinfer from {VERSIONS[0]} on, below {VERSIONS[1]}"
-        raise BuildError(Problem("backend flashinfer", f"version {version}", need, fix))
+        found = version("flashinfer-python")
+    except PackageNotFoundError:
+        raise BuildError(Problem("backend flashinfer", "none here", wanted, fix)) from None
+    if not _parts(VERSIONS[0]) <= _parts(found) < _parts(VERSIONS[1]):
+        raise BuildError(Problem("backend flashinfer", f"version {found}", wanted, fix))
     return FlashInfer()
 
 
-def _parts(version: str) -> tuple[int, ...]:
-    numbers = version.split("+")[0].split("rc")[0].split(".post")[0].split(".")
+def _parts(text: str) -> tuple[int, ...]:
+    numbers = text.split("+")[0].split("rc")[0].split(".post")[0].split(".")
     return tuple(int(number) for number in numbers if number.isdigit())
 
 
