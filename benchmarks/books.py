@@ -1,8 +1,8 @@
-"""Host time of the books: a decode step of 256 requests in three tables, ``python benchmarks/books.py``.
+"""Host time of the books: decode steps of 256 requests in three tables.
 
-Every step extends all sequences by one token and commits. Sequences have different lengths, so that
-in every step some of them open a page and some release one. Bar: a median of 60 us, whatever
-the number of free pages.
+Run ``python benchmarks/books.py``. Every step extends all sequences by one token and commits.
+Sequences have different lengths, so that in every step some of them open a page and some release
+one. Bar: a median of 60 us, whatever the number of free pages.
 """
 
 from __future__ import annotations

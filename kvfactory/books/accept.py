@@ -78,15 +78,6 @@ def check_counts(batch: Batch, counts: Tokens) -> None:
         )
 
 
-def last_nodes(verdict: Verdict) -> Int64:
-    """Index of each sequence's last accepted token, int64 [batch], -1 for none."""
-    last = verdict.counts - 1
-    if verdict.nodes is None:
-        return last
-    ends = verdict.counts.cumsum() - 1
-    return np.where(last < 0, -1, verdict.nodes[np.maximum(ends, 0)])
-
-
 def _paths(accepted: Counts | Paths | None) -> Paths | None:
     if accepted is None or isinstance(accepted, np.ndarray) or not len(accepted):
         return None

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvfactory.books.ids import Int64
+from kvfactory.books.ids import Bool, Int64
 from kvfactory.errors import BooksError, Problem
+
+_ONE = np.array(1)
 
 
 class Capacity(NamedTuple):
@@ -29,37 +31,36 @@ class Allocator:
 
     def __init__(self, num_ids: int, path: str) -> None:
         self.path = path
-        self.owners: Int64
         self._num_ids = num_ids
+        self._order = np.arange(num_ids)
         self._mark = np.zeros(num_ids, np.int64)
         self.reset()
 
     def reset(self) -> None:
         """Take everything back; the order of a fresh allocator returns."""
-        self.owners = np.zeros(self._num_ids, np.int64)
-        self._stack = np.arange(self._num_ids - 1, 0, -1)
-        self.free = len(self._stack)
+        self.owners: Int64 = np.zeros(self._num_ids, np.int64)
+        self.free = self._num_ids - 1
+        self._stack = np.arange(1, self._num_ids)
 
     @property
     def capacity(self) -> Capacity:
         """Free, held and total ids."""
-        total = len(self._stack)
-        return Capacity(self.free, total - self.free, total)
+        return Capacity(self.free, self._stack.size - self.free, self._stack.size)
 
     def shortage(self, count: int, fix: str = "") -> Problem | None:
         """Why ``count`` ids cannot be taken, or None when they can."""
         if count <= self.free:
             return None
-        return Problem(self.path, f"{self.free} free of {len(self._stack)}", f"{count}", fix)
+        return Problem(self.path, f"{self.free} free of {self._stack.size}", f"{count}", fix)
 
     def take(self, count: int) -> Int64:
         """``count`` free ids with one owner each, int64 [count].
 
         The caller has asked ``shortage`` before: nothing is checked here.
         """
-        low = self.free - count
-        taken = self._stack[low : self.free][::-1].copy()
-        self.free = low
+        top = self._stack.size - self.free
+        taken = self._stack[top : top + count].copy()
+        self.free -= count
         self.owners[taken] = 1
         return taken
 
@@ -69,7 +70,8 @@ class Allocator:
         Raises:
             BooksError: an id that is free or none of ours; nothing is shared then.
         """
-        self._check(ids)
+        if np.count_nonzero(self._owners_of(ids)) < ids.size:
+            raise BooksError(self._misuse(ids[self.owners[ids] == 0]))
         np.add.at(self.owners, ids, times)
 
     def give(self, ids: Int64) -> None:
@@ -78,32 +80,38 @@ class Allocator:
         Raises:
             BooksError: a double free, or an id that is none of ours; nothing is given then.
         """
-        if not ids.size:
+        single = self._owners_of(ids) == _ONE
+        if np.count_nonzero(single & self._is_last(ids)) == ids.size:
+            self.owners[ids] = 0
+            self._push(ids)
             return
-        self._check(ids)
-        owners = self.owners
-        np.subtract.at(owners, ids, 1)
-        left = owners[ids]
-        freed = ids[left == 0]
-        if left.min() < 0:
-            np.add.at(owners, ids, 1)
+        np.subtract.at(self.owners, ids, 1)
+        left = self.owners[ids]
+        if np.count_nonzero(left < 0):
+            np.add.at(self.owners, ids, 1)
             raise BooksError(self._misuse(ids[left < 0]))
-        if freed.size:
-            self._push(freed)
+        freed = ids[left == 0]
+        self._push(freed[self._is_last(freed)])
 
     def _push(self, freed: Int64) -> None:
-        order = np.arange(len(freed))
-        self._mark[freed] = order
-        once = freed[self._mark[freed] == order]
-        stop = self.free + len(once)
-        self._stack[self.free : stop] = once[::-1]
-        self.free = stop
+        self.free += freed.size
+        top = self._stack.size - self.free
+        self._stack[top : top + freed.size] = freed
 
-    def _check(self, ids: Int64) -> None:
-        if ids.size and (ids.min() < 1 or ids.max() >= self._num_ids):
-            raise BooksError(self._misuse(ids[(ids < 1) | (ids >= self._num_ids)]))
-        if np.count_nonzero(self.owners[ids]) < ids.size:
-            raise BooksError(self._misuse(ids[self.owners[ids] == 0]))
+    def _is_last(self, ids: Int64) -> Bool:
+        """Of each id, the last mention in ``ids``: bool [n]. It takes no sorting."""
+        order = self._order[: ids.size]
+        self._mark[ids] = order
+        last: Bool = self._mark[ids] == order
+        return last
+
+    def _owners_of(self, ids: Int64) -> Int64:
+        if np.count_nonzero(ids < _ONE):
+            raise BooksError(self._misuse(ids[ids < 1]))
+        try:
+            return self.owners[ids]
+        except IndexError:
+            raise BooksError(self._misuse(ids[ids >= self._num_ids])) from None
 
     def _misuse(self, ids: Int64) -> Problem:
         named = ", ".join(str(number) for number in np.unique(ids)[:8])

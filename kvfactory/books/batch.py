@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvfactory.books.ids import Int32, Int64, Positions, Rows, Tokens, frozen, int64, ranges
+from kvfactory.books.ids import Int32, Int64, Positions, Rows, Tokens, int64, ranges
 from kvfactory.errors import BooksError, Problem
 
 
@@ -52,10 +52,7 @@ def batch_of(rows: Rows, new_tokens: int | list[int]) -> Batch:
     if (counts != 1).any():
         owners = np.repeat(np.arange(len(rows)), counts)
         nodes = ranges(np.zeros_like(counts), counts)
-    batch = Batch(rows, counts, rows.astype(np.int32), q_indptr, owners, nodes)
-    for array in (rows, counts, batch.rows32, q_indptr):
-        frozen(array)
-    return batch
+    return Batch(rows, counts, rows.astype(np.int32), q_indptr, owners, nodes)
 
 
 def depths_of(batch: Batch, parents: Int64) -> Int64:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvfactory.books import checks
-from kvfactory.books.accept import Accepted, PendingCounts, judge, last_nodes
+from kvfactory.books.accept import Accepted, PendingCounts, judge
 from kvfactory.books.allocator import Capacity
 from kvfactory.books.batch import depths_of
 from kvfactory.books.flight import Flights
-from kvfactory.books.ids import Int64, Tokens, frozen, int64
+from kvfactory.books.ids import Int64, Tokens, int64
 from kvfactory.books.ledger import Ledger, require
 from kvfactory.books.requests import NewTokens, Sequence
 from kvfactory.books.segments import Segment, Segments
@@ -20,7 +20,6 @@ from kvfactory.books.shape import BooksShape
 from kvfactory.books.step import Committed, StepRecord
 
 _NONE = np.zeros(0, np.int64)
-frozen(_NONE)
 
 
 class Books:
@@ -103,7 +102,7 @@ class Books:
         self,
         sequences: abc.Sequence[Sequence],
         new_tokens: NewTokens,
-        parents: Int64 | None = None,
+        parents: abc.Sequence[int] | Int64 | None = None,
     ) -> StepRecord:
         """Open a step that writes new tokens, so many for each sequence or the same for all.
 
@@ -130,7 +129,7 @@ class Books:
         needs = ledger.growths(batch.of_tokens(batch.rows), stored, tails)
         requests.reserve(batch, lengths, tails)
         tables = {
-            name: table.step(batch.rows, lengths, table.grow(*need))
+            name: table.step(batch.rows, lengths, *need)
             for (name, table), need in zip(ledger.tables.items(), needs, strict=True)
         }
         for name, encoder in ledger.encoders.items():
@@ -139,8 +138,8 @@ class Books:
         positions = stored if depths is None else batch.of_tokens(prefix) + depths
         record = StepRecord(
             self._flights.serial,
-            batch.rows32,
-            batch.q_indptr,
+            batch.rows32.copy(),
+            batch.q_indptr.copy(),
             prefix,
             lengths,
             positions,
@@ -175,7 +174,7 @@ class Books:
         moves = self._ledger.moves(flight.batch, verdict)
         flight.accepted = verdict.counts
         self.settle()
-        return Committed(verdict.counts, last_nodes(verdict), moves)
+        return Committed(verdict.counts.copy(), verdict.nodes, moves)
 
     def settle(self) -> None:
         """Put into effect what committed steps accepted, as far as their counts have landed."""

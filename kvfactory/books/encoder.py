@@ -7,9 +7,10 @@ import numpy as np
 from kvfactory.books.ids import Rows, Tokens, ranges
 from kvfactory.books.shape import TableShape
 from kvfactory.books.step import TableStep
-from kvfactory.books.table import NO_COPIES, PageTable, Part, ceil_div_all
+from kvfactory.books.table import PageTable, Part, ceil_div_all
 
 _RESERVED, _WRITING, _WRITTEN = range(3)
+_NONE = np.zeros(0, np.int64)
 
 
 class EncoderTable:
@@ -45,9 +46,9 @@ class EncoderTable:
         writers = rows[first]
         counts = self.tokens[writers]
         positions = ranges(np.zeros_like(counts), counts)
-        slots = self.table.slots_at(np.repeat(writers, counts), positions)
+        grid = self.table.grid(np.repeat(writers, counts), positions)
         self._stage[writers] = _WRITING
-        return self.table.step(rows, self.tokens[rows], (slots, NO_COPIES))
+        return self.table.step(rows, self.tokens[rows], grid._replace(opens=_NONE), _NONE)
 
     def commit(self, rows: Rows) -> None:
         """The step over ``rows`` is decided: what it wrote is there."""

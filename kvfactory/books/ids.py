@@ -28,6 +28,7 @@ Columns: TypeAlias = Int64
 Cells: TypeAlias = Int64
 
 SINK: Final = 0
+_ONE = np.array(1)
 
 
 def int64(values: Iterable[int] | NDArray[np.integer]) -> Int64:
@@ -44,11 +45,8 @@ def int64(values: Iterable[int] | NDArray[np.integer]) -> Int64:
 
 def ranges(starts: Int64, counts: Int64) -> Int64:
     """start, start + 1 ... for each pair, one after the other: int64 [sum of counts]."""
+    if np.count_nonzero(counts == _ONE) == counts.size:
+        return starts
     ends = counts.cumsum()
     total = int(ends[-1]) if ends.size else 0
     return np.repeat(starts - ends + counts, counts) + np.arange(total)
-
-
-def frozen(array: NDArray[np.generic]) -> None:
-    """Forbid writes to an array that several records share."""
-    array.setflags(write=False)

@@ -15,7 +15,7 @@ from kvfactory.books.requests import Requests
 from kvfactory.books.segments import Segment
 from kvfactory.books.shape import BooksShape
 from kvfactory.books.states import StateTable
-from kvfactory.books.table import NO_COPIES, Grid, PageTable, grid_of
+from kvfactory.books.table import NO_COPIES, Grid, PageTable
 from kvfactory.errors import OutOfPages
 
 _FIX = "close or release something, or raise memory.budget"
@@ -45,7 +45,7 @@ class Ledger:
         self.tables = {table.name: PageTable(table, rows) for table in others}
         self.encoders = {table.name: EncoderTable(table, rows) for table in encoders}
         self.states = {state.name: StateTable(state, rows) for state in shape.states}
-        self.row_tokens = min((table.row_tokens for table in others), default=2**62)
+        self.row_tokens = np.array(min((table.row_tokens for table in others), default=2**62))
         self.encoder_tokens = min((table.row_tokens for table in encoders), default=0)
 
     @property
@@ -144,21 +144,17 @@ class Ledger:
             OutOfPages: a problem for each table that is short.
         """
         grids: dict[tuple[int, int], Grid] = {}
-        needs = []
+        needs, enough = [], True
         for table in self.tables.values():
             key = table.shape.page_tokens, table.shape.row_pages
-            if key not in grids:
-                grids[key] = grid_of(rows, positions, table.shape)
-            shared = table.shared_tails(grids[key], tails) if tails.size else _NO_CELLS
-            needs.append((grids[key], shared))
-        tables = self.tables.values()
-        for table, (grid, shared) in zip(tables, needs, strict=True):
-            if len(grid.opens) + len(shared) > table.pages.free:
-                break
-        else:
-            return needs
-        counts = [len(grid.opens) + len(shared) for grid, shared in needs]
-        require(*zip((table.pages for table in tables), counts, strict=True))
+            grid = grids.get(key) or grids.setdefault(key, table.grid(rows, positions))
+            shared = table.shared_tails(grid, tails) if tails.size else _NO_CELLS
+            needs.append((grid, shared))
+            enough = enough and grid.opens.size + shared.size <= table.pages.free
+        if not enough:
+            pages = [table.pages for table in self.tables.values()]
+            counts = [grid.opens.size + shared.size for grid, shared in needs]
+            require(*zip(pages, counts, strict=True))
         return needs
 
     def decide(self, batch: Batch, accepted: Tokens) -> None:

@@ -82,14 +82,14 @@ class Requests:
         Raises:
             BooksError: as ``resolve`` and ``batch_of``.
         """
-        sequences = list(sequences)
-        if not isinstance(new_tokens, int):
-            array = isinstance(new_tokens, np.ndarray)
-            new_tokens = new_tokens.tolist() if array else list(new_tokens)
+        if isinstance(new_tokens, np.ndarray):
+            new_tokens = new_tokens.tolist()
         if self._last and self._last[0] == sequences and self._last[1] == new_tokens:
             return self._last[2]
-        batch = batch_of(self.resolve(sequences), new_tokens)
-        self._last = sequences, new_tokens, batch
+        named = list(sequences)
+        counts = new_tokens if isinstance(new_tokens, int) else list(new_tokens)
+        batch = batch_of(self.resolve(named), counts)
+        self._last = named, counts, batch
         return batch
 
     def tails(self, batch: Batch, settled: Bool) -> Int64:

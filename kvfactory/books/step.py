@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from kvfactory.books.ids import Bool, Int32, Int64, Positions, Slots, Tokens
 
 
@@ -69,13 +71,24 @@ class StepRecord(NamedTuple):
 class Committed(NamedTuple):
     """What a commit decided.
 
-    ``accepted`` int64 [batch] tokens, None while their counts are on the device. ``last_nodes``
-    int64 [batch]: index of the last accepted token among the sequence's new ones, -1 for none,
-    which is the state snapshot to keep. ``moves`` by table, int64 [n, 2]: (source slot,
-    destination slot) that bring the accepted path of a tree to the front; all sources are read
-    before any destination is written, before the next step writes.
+    ``accepted`` int64 [batch] tokens, None while their counts are on the device. ``nodes`` int64
+    [accepted] which of each sequence's new tokens these are, None where they are its first ones.
+    ``moves`` by table, int64 [n, 2]: (source slot, destination slot) that bring the accepted path
+    of a tree to the front; all sources are read before any destination is written, before the
+    next step writes.
     """
 
-    accepted: Int64 | None
-    last_nodes: Int64 | None
+    accepted: Tokens | None
+    nodes: Int64 | None
     moves: Mapping[str, Int64]
+
+    @property
+    def last_nodes(self) -> Int64 | None:
+        """Index of the last accepted token among each sequence's new ones, -1 for none.
+
+        That is the state snapshot to keep, int64 [batch]; None while counts are on the device.
+        """
+        if self.accepted is None or self.nodes is None:
+            return None if self.accepted is None else self.accepted - 1
+        padded = np.append(self.nodes, -1)
+        return np.where(self.accepted > 0, padded[self.accepted.cumsum() - 1], -1)

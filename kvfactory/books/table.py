@@ -19,7 +19,6 @@ from kvfactory.books.ids import (
     Rows,
     Slots,
     Tokens,
-    frozen,
     ranges,
 )
 from kvfactory.books.shape import TableShape
@@ -27,18 +26,20 @@ from kvfactory.books.step import TableStep
 from kvfactory.kinds import Lifetime, ceil_div
 
 NO_COPIES = np.zeros((0, 2), np.int64)
+_ZERO = np.array(0)
+_NOTES = 64
 
 
 class Grid(NamedTuple):
     """Where the new tokens of a step fall; the same for all tables of one page size.
 
     ``cells`` and ``offsets`` int64 [tokens]: the table entry and the place in its page. ``opens``
-    int64 [n]: the tokens at offset 0, each of which needs a new page.
+    int64 [n]: the entries of tokens at offset 0, each of which needs a new page.
     """
 
     cells: Cells
     offsets: Int64
-    opens: Int64
+    opens: Cells
 
 
 class Part(NamedTuple):
@@ -46,13 +47,6 @@ class Part(NamedTuple):
 
     first: int
     pages: Pages
-
-
-def grid_of(rows: Rows, positions: Positions, shape: TableShape) -> Grid:
-    """The grid of new tokens at ``positions`` int64 [tokens] of ``rows`` int64 [tokens]."""
-    columns = positions // shape.page_tokens
-    offsets = positions - columns * shape.page_tokens
-    return Grid(rows * shape.row_pages + columns, offsets, (offsets == 0).nonzero()[0])
 
 
 def first_visible(lifetime: Lifetime, positions: Positions) -> Positions:
@@ -64,10 +58,18 @@ def first_visible(lifetime: Lifetime, positions: Positions) -> Positions:
     return np.zeros_like(positions)
 
 
+def out_of_sight(lifetime: Lifetime, positions: Positions) -> Tokens:
+    """The committed length at which no query sees ``positions`` of a window or chunk any more."""
+    if lifetime.name == "window":
+        return positions + lifetime.tokens
+    return (positions // lifetime.tokens + 1) * lifetime.tokens
+
+
 class PageTable:
     """The rows of one table. A row owns the pages of columns ``first[row]`` .. its last token's.
 
     ``cells`` int64 [rows * row_pages] are the rows end to end, the sink where nothing is owned.
+    Numbers that whole batches are divided by are arrays: numpy is twice as fast with those.
     """
 
     def __init__(self, shape: TableShape, num_rows: int) -> None:
@@ -76,10 +78,23 @@ class PageTable:
         self.pages = Allocator(shape.num_pages, self.path)
         self.cells = np.zeros(num_rows * shape.row_pages, np.int64)
         self.first = np.zeros(num_rows, np.int64)
+        self._due = np.zeros(num_rows, np.int64)
+        self._starts = np.arange(num_rows) * shape.row_pages
+        self._page_tokens = np.array(shape.page_tokens)
+        self._row_pages = np.array(shape.row_pages)
         self._ages = shape.lifetime.name in ("window", "chunk")
         self._changed: list[Cells] = []
+        self._begin(np.arange(num_rows), np.zeros(num_rows, np.int64))
 
     # ---- growing -----------------------------------------------------------------------
+
+    def grid(self, rows: Rows, positions: Positions) -> Grid:
+        """The grid of new tokens at ``positions`` int64 [tokens] of ``rows`` int64 [tokens]."""
+        columns = positions // self._page_tokens
+        offsets = positions - columns * self._page_tokens
+        cells = self._starts[rows] + columns
+        opens = (offsets == _ZERO).nonzero()[0]
+        return Grid(cells, offsets, cells[opens])
 
     def shared_tails(self, grid: Grid, tokens: Int64) -> Cells:
         """Entries to copy before ``tokens`` (indices into the grid) are written.
@@ -96,24 +111,28 @@ class PageTable:
             owners[page] = left - 1
         return np.array(copied, np.int64)
 
-    def grow(self, grid: Grid, shared: Cells) -> tuple[Slots, Int64]:
-        """Take the pages that new tokens need: their write slots and the page copies to make."""
-        copies = self._copy(shared) if shared.size else NO_COPIES
-        if grid.opens.size:
-            opened = grid.cells[grid.opens]
-            self._set(opened, self.pages.take(len(opened)))
-        return self.cells[grid.cells] * self.shape.page_tokens + grid.offsets, copies
-
     def reserve(self, rows: Rows, tokens: Tokens) -> None:
         """Pages for the first ``tokens`` tokens of fresh rows. The caller asked for room."""
         counts = ceil_div_all(tokens, self.shape.page_tokens)
-        cells = ranges(rows * self.shape.row_pages, counts)
+        cells = ranges(self._starts[rows], counts)
         self._set(cells, self.pages.take(len(cells)))
 
-    def step(self, rows: Rows, lengths: Tokens, grown: tuple[Slots, Int64]) -> TableStep:
-        """The record of a step over ``rows``, whose changes are reported herewith."""
-        first_page = self.first[rows].astype(np.int32)
-        return TableStep(grown[0], lengths, grown[1], self.updates(), first_page)
+    def step(self, rows: Rows, lengths: Tokens, grid: Grid, shared: Cells) -> TableStep:
+        """The record of a step over ``rows`` whose new tokens fall on ``grid``.
+
+        New pages are taken, and copies of the ``shared`` ones. The caller asked for room.
+        """
+        copies = self._copy(shared) if shared.size else NO_COPIES
+        if grid.opens.size:
+            self._set(grid.opens, self.pages.take(grid.opens.size))
+        slots = self._slots(grid)
+        return TableStep(slots, lengths, copies, self.updates(), self.first_pages(rows))
+
+    def first_pages(self, rows: Rows) -> Int32:
+        """The first column that each row still owns, int32 [batch]."""
+        if not self._ages:
+            return np.zeros(rows.size, np.int32)
+        return self.first[rows].astype(np.int32)
 
     def updates(self) -> Int32:
         """What changed since the last call: (row, column, page) int32 [n, 3]."""
@@ -121,8 +140,8 @@ class PageTable:
         if not changed:
             return np.zeros((0, 3), np.int32)
         cells = np.concatenate(changed) if len(changed) > 1 else changed[0]
-        rows = cells // self.shape.row_pages
-        columns = cells - rows * self.shape.row_pages
+        rows = cells // self._row_pages
+        columns = cells - self._starts[rows]
         return np.array((rows, columns, self.cells[cells]), np.int32).T
 
     # ---- shrinking ---------------------------------------------------------------------
@@ -131,13 +150,12 @@ class PageTable:
         """Release what no query at position ``committed`` or later can see."""
         if not self._ages:
             return
-        visible = first_visible(self.shape.lifetime, committed) // self.shape.page_tokens
-        first = self.first[rows]
-        behind = (visible > first).nonzero()[0]
+        behind = (committed >= self._due[rows]).nonzero()[0]
         if behind.size:
-            rows, first, visible = rows[behind], first[behind], visible[behind]
-            self._drop(rows, first, visible)
-            self.first[rows] = visible
+            rows, committed = rows[behind], committed[behind]
+            visible = first_visible(self.shape.lifetime, committed) // self._page_tokens
+            self._drop(rows, self.first[rows], visible)
+            self._begin(rows, visible)
 
     def cut(self, rows: Rows, tokens: Tokens, keep: Tokens) -> None:
         """Shorten rows of ``tokens`` to ``keep`` tokens: the pages of the tail return."""
@@ -150,7 +168,7 @@ class PageTable:
     def vacate(self, rows: Rows, tokens: Tokens) -> None:
         """Release all pages of rows of ``tokens`` tokens."""
         self._drop(rows, self.first[rows], ceil_div_all(tokens, self.shape.page_tokens))
-        self.first[rows] = 0
+        self._begin(rows, np.zeros_like(rows))
 
     # ---- sharing -----------------------------------------------------------------------
 
@@ -182,22 +200,31 @@ class PageTable:
             line[part.first : part.first + len(part.pages)] = part.pages
         columns = np.arange(first, len(line))
         self.pages.share(line[first:], times=len(rows))
-        self.first[rows] = first
+        self._begin(rows, np.full_like(rows, first))
         cells = (rows[:, None] * self.shape.row_pages + columns).ravel()
         self._set(cells, np.tile(line[first:], len(rows)))
 
     def view(self) -> Int64:
         """All rows, int64 [rows, row_pages], read only."""
         rows = self.cells.reshape(len(self.first), self.shape.row_pages)
-        frozen(rows)
+        rows.setflags(write=False)
         return rows
 
     # ---- entries -----------------------------------------------------------------------
 
     def slots_at(self, rows: Rows, positions: Positions) -> Slots:
         """The slots of ``positions`` int64 [n] of ``rows`` int64 [n]."""
-        grid = grid_of(rows, positions, self.shape)
-        return self.cells[grid.cells] * self.shape.page_tokens + grid.offsets
+        return self._slots(self.grid(rows, positions))
+
+    def _slots(self, grid: Grid) -> Slots:
+        slots: Slots = self.cells[grid.cells] * self._page_tokens + grid.offsets
+        return slots
+
+    def _begin(self, rows: Rows, first: Columns) -> None:
+        self.first[rows] = first
+        if self._ages:
+            last_of_page = (first + 1) * self.shape.page_tokens - 1
+            self._due[rows] = out_of_sight(self.shape.lifetime, last_of_page)
 
     def _copy(self, cells: Cells) -> Int64:
         old, new = self.cells[cells], self.pages.take(len(cells))
@@ -207,13 +234,18 @@ class PageTable:
 
     def _set(self, cells: Cells, pages: Pages) -> None:
         self.cells[cells] = pages
-        self._changed.append(cells)
+        self._note(cells)
 
     def _drop(self, rows: Rows, start: Columns, stop: Columns) -> None:
-        cells = ranges(rows * self.shape.row_pages + start, stop - start)
+        cells = ranges(self._starts[rows] + start, stop - start)
         self.pages.give(self.cells[cells])
         self.cells[cells] = SINK
+        self._note(cells)
+
+    def _note(self, cells: Cells) -> None:
         self._changed.append(cells)
+        if len(self._changed) > _NOTES:
+            self._changed = [np.unique(np.concatenate(self._changed))]
 
 
 def ceil_div_all(tokens: Tokens, page_tokens: int) -> Columns:

@@ -29,6 +29,6 @@ def window_slots(
         got = f"slots {slots[foreign][:8].tolist()}"
         raise BooksError(Problem(f"tables.{full.name}", got, "slots of the request's own pages"))
     positions = columns * full.page_tokens + slots % full.page_tokens
-    offsets = positions % window.page_tokens
-    released_or_held: Int64 = window_row[positions // window.page_tokens]
-    return released_or_held * window.page_tokens + offsets
+    pages = window_row[positions // window.page_tokens]
+    mapped: Slots = pages * window.page_tokens + positions % window.page_tokens
+    return mapped
