@@ -12,9 +12,12 @@ from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache, Parts
 from kvfactory.cacheplan import CachePlan
+from kvfactory.calibration import required_constants
+from kvfactory.checkpoint import read_constants
 from kvfactory.errors import BuildError, Problem
 from kvfactory.memory import MEMORIES
 from kvfactory.pools import Pool
+from kvfactory.quant import resolve_codec
 from kvfactory.steps import StepBuffers
 
 
@@ -23,11 +26,13 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
 
     Raises:
         BuildError: a device that is not the one planned for, or too little free memory.
+        SpecError: ``kv.constants`` names a file that lacks a constant or cannot be used.
     """
     target = device or plan.spec.device.type
     _check_device(plan, torch.device(target))
     arena = _allocate(plan, target)
     pools = {group.name: Pool(group, arena) for group in plan.groups}
+    _load_constants(plan, pools)
     return Cache(
         Parts(
             plan=plan,
@@ -38,6 +43,23 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
             buffers=StepBuffers(plan, arena),
         )
     )
+
+
+def _load_constants(plan: CachePlan, pools: Mapping[str, Pool]) -> None:
+    """Set what ``kv.constants`` names; without it every constant keeps its default."""
+    path = plan.spec.kv.constants
+    if path is None:
+        return
+    stored = [
+        (layer, t.logical, resolve_codec(t.quant, dict(t.options), "kv.constants"))
+        for group in plan.groups
+        for layer in group.layers
+        for t in group.tensors
+    ]
+    values = read_constants(path, required_constants(stored)).values
+    for pool in pools.values():
+        own = pool.constant_keys()
+        pool.set_constants({key: value for key, value in values.items() if key in own})
 
 
 def _bind(plan: CachePlan, pools: Mapping[str, Pool], arena: Tensor) -> dict[str, AttentionRunner]:

@@ -168,18 +168,30 @@ def _fit(
         yield constant.name, (value / constant.full_scale).float().cpu().numpy()
 
 
-def _read(path: Path) -> dict[str, NDArray[np.float32]]:
+def is_ours(path: Path) -> bool:
+    """Whether ``path`` is a file that ``Constants.save`` wrote.
+
+    Raises:
+        SpecError: no such file, or no safetensors.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get("format") != FORMAT:
-                fix = "kvfactory.checkpoint.from_checkpoint reads those of models"
-                raise SpecError(Problem(str(path), "another safetensors file", FORMAT, fix))
-            return {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}
+            return bool((file.metadata() or {}).get("format") == FORMAT)
     except (OSError, SafetensorError) as error:
         need = "a safetensors file of constants"
         raise SpecError(Problem(str(path), str(error) or "no file", need)) from None
+
+
+def _read(path: Path) -> dict[str, NDArray[np.float32]]:
+    from safetensors import safe_open
+
+    if not is_ours(path):
+        fix = "kvfactory.checkpoint.from_checkpoint reads those of models"
+        raise SpecError(Problem(str(path), "another safetensors file", FORMAT, fix))
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}
 
 
 def _first(value: NDArray[np.float32], bad: NDArray[np.bool_]) -> str:

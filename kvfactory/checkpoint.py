@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfactory.calibration import Constants, Key
+from kvfactory.calibration import Constants, Key, is_ours
 from kvfactory.errors import Problem, SpecError
+from kvfactory.quant import Constant
 
 SOURCES = {"k": ("k",), "v": ("v",), "latent": ("k", "v"), "rope": ("k",)}
 """Which scales a tensor takes. A latent is K and V at once, so its two scales must be one."""
@@ -54,6 +55,9 @@ def from_checkpoint(
     found = _from_json(path, tp_rank) if path.suffix == ".json" else _from_files(path, prefix)
     values: dict[Key, Scale] = {}
     problems: list[Problem] = []
+    if constant == "center":
+        need = "a file that calibrate() wrote: checkpoints hold no centers"
+        raise SpecError(Problem(str(path), "a checkpoint, for centers", need))
     for layer in layers:
         for tensor in tensors:
             key = Key(layer, tensor, constant)
@@ -64,6 +68,32 @@ def from_checkpoint(
     if problems:
         raise SpecError(*problems)
     return Constants(values)
+
+
+def read_constants(path: str | Path, required: Mapping[Key, Constant]) -> Constants:
+    """What ``kv.constants`` names: our own file, or the scales of a checkpoint.
+
+    ``required`` is everything that the cache stores with. Per-head scales are filled from a
+    checkpoint's scale per tensor.
+
+    Raises:
+        SpecError: a file that is neither, a constant that it lacks or that cannot be used.
+    """
+    path = Path(path)
+    if path.suffix != ".json" and not path.is_dir() and is_ours(path):
+        return Constants.load(path, required)
+    found: dict[Key, Scale] = {}
+    for name in dict.fromkeys(key.constant for key in required):
+        keys = [key for key in required if key.constant == name]
+        for tensor in dict.fromkeys(key.tensor for key in keys):
+            layers = [key.layer for key in keys if key.tensor == tensor]
+            found |= from_checkpoint(path, layers, [tensor], constant=name).values
+    shapes = {key: tuple(extent for _, extent in required[key].axes) for key in required}
+    constants = Constants(
+        {key: np.full(shapes[key], v) if not v.shape else v for key, v in found.items()}
+    )
+    constants.check(required, str(path))
+    return constants
 
 
 def _problems(found: Found, key: Key, path: Path) -> Iterator[Problem]:

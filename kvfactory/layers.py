@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from kvfactory.errors import Problem, SpecError
 
-_NEED = (
-    "'a-b' (both ends included), a slice 'start:stop:step', either with 'not ' before it, or a list"
-)
-_RANGE = re.compile(r"(\d+)-(\d+)")
+_NEED = "'a' or 'a-b' (both ends included), a slice 'start:stop:step', either with 'not ' before it, or a list"
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
 
 
@@ -42,7 +40,7 @@ def _from_text(text: str, num_layers: int, path: str) -> list[int]:
     body = text.removeprefix("not ").strip()
     found = _RANGE.fullmatch(body)
     if found:
-        start, end = int(found[1]), int(found[2])
+        start, end = int(found[1]), int(found[2] or found[1])
         if start > end:
             raise _wrong(path, repr(text), "a range that ascends", f"{path}={end}-{start}")
         named = list(range(start, end + 1)) if end < num_layers else [start, end]

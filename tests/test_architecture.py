@@ -25,14 +25,14 @@ FLOORS: list[set[str]] = [
     {"assembly"},
     {"sizing"},
     {"planner"},
-    {"pools", "calibration", "kernels"},
+    {"pools", "calibration", "checkpoint", "kernels"},
     {"steps"},
     {"reference", "entries", "routing", "padding"},
     {"backends", "flashinfer_runtime"},
     {"graphs"},
     {"cache"},
     {"builder"},
-    {"verify", "report", "replay", "integrations", "progress", "checkpoint"},
+    {"verify", "report", "replay", "integrations", "progress"},
     {"devices", "confdirs", "overrides", "huggingface"},
     {"composer"},
     {"actions"},
@@ -134,7 +134,9 @@ import kvfactory
 plan = kvfactory.plan(kvfactory.compose("model=gemma3_27b", "kv=fp8_hnd", "device=h200", "memory.budget=64GiB"))
 print(plan.limits.admitted)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) > 0
 
 
