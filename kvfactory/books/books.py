@@ -278,7 +278,7 @@ class Books:
 
     def rows(self, table: str) -> Int64:
         """What the device table must hold after all updates, int64 [rows, row_pages], read only."""
-        return self._ledger.page_tables[table].view()
+        return self._ledger.page_tables[table].mirror.view()
 
     def _leave(self) -> None:
         busy = self._flights.touch(self._leaving)

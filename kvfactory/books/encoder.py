@@ -7,10 +7,9 @@ import numpy as np
 from kvfactory.books.ids import Rows, Tokens, ranges
 from kvfactory.books.shape import TableShape
 from kvfactory.books.step import TableStep
-from kvfactory.books.table import PageTable, Part, ceil_div_all
+from kvfactory.books.table import NO_ENTRIES, PageTable, Part
 
 _RESERVED, _WRITING, _WRITTEN = range(3)
-_NONE = np.zeros(0, np.int64)
 
 
 class EncoderTable:
@@ -23,7 +22,7 @@ class EncoderTable:
 
     def pages_for(self, tokens: Tokens) -> int:
         """Pages that sequences of ``tokens`` encoder tokens reserve in all."""
-        return int(ceil_div_all(tokens, self.table.shape.page_tokens).sum())
+        return int(self.table.pages_for(tokens).sum())
 
     def reserve(self, rows: Rows, tokens: Tokens) -> None:
         """Pages for the encoder tokens of fresh rows. The caller asked for room."""
@@ -48,7 +47,7 @@ class EncoderTable:
         positions = ranges(np.zeros_like(counts), counts)
         grid = self.table.grid(np.repeat(writers, counts), positions)
         self._stage[writers] = _WRITING
-        return self.table.step(rows, self.tokens[rows], grid._replace(opens=_NONE), _NONE)
+        return self.table.step(rows, self.tokens[rows], grid._replace(opens=NO_ENTRIES), NO_ENTRIES)
 
     def commit(self, rows: Rows) -> None:
         """The step over ``rows`` is decided: what it wrote is there."""

@@ -68,7 +68,8 @@ class Flights:
         Raises:
             BooksError: ``record`` is committed already, not the oldest, or none of ours.
         """
-        oldest = next((flight for flight in self._queue if flight.accepted is None), None)
+        waiting = [flight for flight in self._queue if flight.accepted is None]
+        oldest = waiting[0] if waiting else None
         if oldest is None or oldest.record is not record:
             need = f"step {oldest.record.serial}" if oldest else "an open step"
             raise BooksError(Problem("step", f"step {record.serial}", need, "commit in order"))

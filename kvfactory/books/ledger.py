@@ -10,16 +10,15 @@ from kvfactory.books.accept import Verdict
 from kvfactory.books.allocator import Allocator, Capacity
 from kvfactory.books.batch import Batch
 from kvfactory.books.encoder import EncoderTable
-from kvfactory.books.ids import SINK, Cells, Int64, Rows, Tokens, ranges
+from kvfactory.books.ids import SINK, Entries, Int64, Rows, Tokens, ranges
 from kvfactory.books.requests import Requests
 from kvfactory.books.segments import Segment
 from kvfactory.books.shape import BooksShape
 from kvfactory.books.states import StateTable
-from kvfactory.books.table import NO_COPIES, Grid, PageTable
+from kvfactory.books.table import NO_COPIES, NO_ENTRIES, Grid, PageTable
 from kvfactory.errors import OutOfPages
 
 _FIX = "close or release something, or raise memory.budget"
-_NO_CELLS = np.zeros(0, np.int64)
 
 
 def require(*wanted: tuple[Allocator, int]) -> None:
@@ -135,7 +134,7 @@ class Ledger:
 
     # ---- steps -------------------------------------------------------------------------
 
-    def growths(self, rows: Rows, positions: Int64, tails: Int64) -> list[tuple[Grid, Cells]]:
+    def growths(self, rows: Rows, positions: Int64, tails: Int64) -> list[tuple[Grid, Entries]]:
         """What each table needs for new tokens at ``positions`` int64 [tokens] of ``rows``.
 
         ``tails`` are the tokens that may fall on a page with other owners.
@@ -148,12 +147,12 @@ class Ledger:
         for table in self.tables.values():
             key = table.shape.page_tokens, table.shape.row_pages
             grid = grids.get(key) or grids.setdefault(key, table.grid(rows, positions))
-            shared = table.shared_tails(grid, tails) if tails.size else _NO_CELLS
+            shared = table.shared_tails(grid, rows[tails], tails) if tails.size else NO_ENTRIES
             needs.append((grid, shared))
-            enough = enough and grid.opens.size + shared.size <= table.pages.free
+            enough = enough and grid.opens.shape[1] + shared.shape[1] <= table.pages.free
         if not enough:
             pages = [table.pages for table in self.tables.values()]
-            counts = [grid.opens.size + shared.size for grid, shared in needs]
+            counts = [grid.opens.shape[1] + shared.shape[1] for grid, shared in needs]
             require(*zip(pages, counts, strict=True))
         return needs
 

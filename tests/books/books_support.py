@@ -47,7 +47,7 @@ def audit(books: Books) -> None:
     ledger = books._ledger
     for name, table in ledger.page_tables.items():
         owners = np.zeros(table.shape.num_pages, np.int64)
-        np.add.at(owners, table.cells, 1)
+        np.add.at(owners, table.mirror.pages, 1)
         for segment in books._segments._held:
             np.add.at(owners, segment.parts[name].pages, 1)
         owners[0] = 0
