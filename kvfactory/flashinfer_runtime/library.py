@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +26,6 @@ VERSIONS = ("0.6.13", "0.7")
 
 NHD = 0
 NON_CAUSAL, CAUSAL, CUSTOM = 0, 1, 2
-BUILDERS = 8
 
 
 class Space(NamedTuple):
@@ -177,12 +175,14 @@ class FlashInfer:
 
     def load(self, keys: Iterable[ModuleKey]) -> None:
         """Compile or load all of ``keys``, side by side."""
+        from flashinfer import jit
+
         missing = [key for key in keys if key not in self._loaded]
         specs = [_specification(key) for key in missing]
-        with ThreadPoolExecutor(BUILDERS) as pool:
-            self._loaded |= dict(
-                zip(missing, pool.map(lambda spec: spec.build_and_load(), specs), strict=True)
-            )
+        jit.build_jit_specs(specs)
+        self._loaded |= {
+            key: spec.build_and_load() for key, spec in zip(missing, specs, strict=True)
+        }
 
     def module(self, key: ModuleKey) -> Module:
         """The module of a key that is not ``xqa``."""

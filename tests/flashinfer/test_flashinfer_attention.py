@@ -185,5 +185,5 @@ def test_latent_plans_refuse_lengths_that_are_not_decided() -> None:
     scene = Scene(plan_of({"full": LATENT}, engine={"draft_tokens": 2}))
     sequences = scene.cache.open(1)
     scene.cache.extend(sequences, 3)
-    with pytest.raises(BooksError, match="not decided|still open"):
+    with pytest.raises(BooksError, match="still open"):
         scene.cache.extend(sequences, 3)

@@ -90,7 +90,7 @@ def test_explanations_name_use_kernel_and_reason() -> None:
         ({"main": GROUP}, {"kv": {"layout": "vectorized", "page_tokens": 16}}, "dim innermost"),
         (
             {"main": GROUP},
-            {"kv": {"quant": {"k": {"name": "fp8_e4m3", "options": {"scale": "head"}}, "v": "fp8_e4m3"}}},
+            {"kv": {"quant": {**FP8, "k": {"name": "fp8_e4m3", "options": {"scale": "head"}}}}},
             "scale_per_head",
         ),
         ({"main": GROUP}, {"device": {"sm": 75}}, "compute capability 75"),
@@ -224,8 +224,9 @@ def test_reserved_bytes_hold_what_flashinfer_takes(heads: tuple[int, int], quant
 
 
 def test_every_byte_kept_is_a_row_of_the_plan() -> None:
-    plan = plan_of({"main": GROUP, "local": {**WINDOW, "layers": "2-3"}}, kv={"quant": FP8, "page_tokens": 16},
-                   backend={"accuracy": "fast"})  # fmt: skip
+    groups = {"main": GROUP, "local": {**WINDOW, "layers": "2-3"}}
+    kv = {"quant": FP8, "page_tokens": 16}
+    plan = plan_of(groups, kv=kv, backend={"accuracy": "fast"})
     uses = {row.what for row in plan.rows if row.owner == "flashinfer"}
     assert uses == {"workspace partial results", "workspace host plans", "workspace xqa"}
     assert plan.bytes == sum(row.num_bytes for row in plan.rows)

@@ -118,7 +118,7 @@ def test_what_a_graph_does_not_hold_is_refused() -> None:
 
 def test_constants_set_after_capture_are_refused() -> None:
     scene = Scene(plan_of({"full": GROUP}, kv={"quant": FP8}))
-    graph, model = captured(scene, 2)
+    graph, _ = captured(scene, 2)
     sequences = scene.cache.open(1)
     scene.pools["full"].set_constants({(0, "k", "scale"): 0.5})
     step = scene.cache.extend(sequences, 1)

@@ -1,0 +1,204 @@
+"""Attention through the factory against FlashInfer called by hand, in one run, with ratios.
+
+    python -m benchmarks.attention [--only plan decode fast prefill step] [--json FILE]
+
+``plan``: host planning of growing decode steps. ``decode``, ``fast``, ``prefill``: kernels, as
+graphs of calls over several layers, taking turns. ``step``: everything that an engine does for a
+decode step, host included. 32 query and 8 key heads of 128, pages of 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.attention_scene import DIM, KV_HEADS, PAGE, Q_HEADS, Scene
+from benchmarks.by_hand import HandDecode, hand_prefill, hand_xqa
+from benchmarks.timing import Timed, race
+
+SHAPES = [(64, 4096), (8, 32768), (256, 1024), (1, 8192)]
+Rows = list[tuple[str, str, float, float]]
+"""(what, shape, our microseconds, ratio: theirs over ours unless said otherwise)."""
+
+
+def plan_rows() -> Iterator[tuple[str, str, float, float]]:
+    """P5: microseconds of planning on the host, 1,000 growing steps, replans included."""
+    batch, steps = 256, 1000
+    scene = Scene(requests=batch, tokens=2304, layers=1)
+    sequences = scene.filled(batch, 1000)
+    runner, taken = scene.runner, []
+    graph = scene.cache.graph(batch)
+    for _ in range(steps):
+        step = scene.cache.books.extend(sequences, 1)
+        filled = scene.buffers.fill(step)
+        begin = time.perf_counter()
+        runner.prepare(filled)
+        taken.append(time.perf_counter() - begin)
+        scene.cache.books.commit(step)
+    replayed = []
+    for _ in range(200):
+        step = scene.cache.books.extend(sequences, 1)
+        filled = scene.buffers.fill_graph(step, graph.shape, 0)
+        begin = time.perf_counter()
+        runner.prepare(filled)
+        replayed.append(time.perf_counter() - begin)
+        scene.cache.books.commit(step)
+    theirs = HandDecode(scene, sequences, graph=False).plan_us()
+    shape = f"B {batch}, 1k to 2k"
+    ours = statistics.median(taken) * 1e6
+    yield "plan, median", shape, ours, theirs / ours
+    p99 = float(np.quantile(taken, 0.99)) * 1e6
+    yield "plan, p99", shape, p99, theirs / p99
+    in_graph = statistics.median(replayed) * 1e6
+    yield "plan for a graph, median", shape, in_graph, theirs / in_graph
+
+
+def decode_rows(quant: str = "plain", accuracy: str = "exact") -> Iterator[Any]:
+    """P6 and P9: decode kernels through the factory and called by hand over the same bytes."""
+    for batch, tokens in SHAPES:
+        layers = max(2, int(2e9 / (batch * tokens * KV_HEADS * DIM * 4)))
+        options = {"layers": min(layers, 8), "quant": quant, "accuracy": accuracy}
+        scene = Scene(requests=batch, tokens=tokens + 64, **options)
+        sequences = scene.filled(batch, tokens)
+        graph, q = scene.cache.graph(batch), scene.normal(batch, Q_HEADS, DIM)
+        step = scene.cache.extend(sequences, 1)
+        scene.cache.fill(graph, step)
+        scene.runner.begin(graph.step)
+        hand = HandDecode(scene, sequences, graph=True)
+        hand.plan()
+        fixed = graph.step
+        found = race(
+            {
+                "ours": [_attend(scene, layer, q, fixed) for layer in range(scene.layers)],
+                "hand": [_hand(hand, layer, q) for layer in range(scene.layers)],
+                **({"xqa": hand_xqa(scene, hand, q)} if accuracy == "fast" else {}),
+            }
+        )
+        shape, ours = f"B {batch}, {tokens // 1024}k", found["ours"].us
+        label = f"decode {quant}{', fast' if accuracy == 'fast' else ''}"
+        yield f"{label}, against fa2", shape, ours, found["hand"].us / ours
+        if "xqa" in found:
+            yield f"{label}, against raw XQA", shape, ours, found["xqa"].us / ours
+        scene.free()
+
+
+def _attend(scene: Scene, layer: int, q: Tensor, step: Any) -> Callable[[], object]:
+    return lambda: scene.cache.attend(layer, q, None, None, step)
+
+
+def _hand(hand: HandDecode, layer: int, q: Tensor) -> Callable[[], object]:
+    return lambda: hand.run(layer, q)
+
+
+def prefill_rows() -> Iterator[Any]:
+    """P11: fa3, which Hopper gets, against the fa2 path, and against FlashInfer's own fa3."""
+    for batch, new, prefix in ((1, 8192, 0), (4, 2048, 0), (4, 2048, 8192)):
+        tokens = new + prefix
+        scenes = {
+            name: Scene(requests=batch, tokens=tokens + 64, layers=2, sm=sm)
+            for name, sm in (("fa3", 90), ("fa2", 89))
+        }
+        q = scenes["fa3"].normal(batch * new, Q_HEADS, DIM)
+        cases: dict[str, Sequence[Callable[[], object]]] = {}
+        for name, scene in scenes.items():
+            sequences = scene.filled(batch, prefix)
+            step = scene.cache.extend(sequences, new)
+            cases[name] = [_attend(scene, layer, q, step) for layer in range(2)]
+            if name == "fa3":
+                cases["hand"] = hand_prefill(scene, sequences, new, q)
+        found = race(cases, rounds=5, round_us=4000)
+        shape = f"{batch} x {new} after {prefix}"
+        pairs = new * prefix + new * (new + 1) / 2
+        flops = 4 * batch * pairs * Q_HEADS * DIM
+        ours = found["fa3"].us
+        print(f"  {shape}: " + ", ".join(_tflops(n, t, flops) for n, t in found.items()))
+        yield "prefill fa3, against fa2", shape, ours, found["fa2"].us / ours
+        yield "prefill fa3, against raw fa3", shape, ours, found["hand"].us / ours
+        for scene in scenes.values():
+            scene.free()
+
+
+def _tflops(name: str, timed: Timed, flops: float) -> str:
+    return f"{name} {timed.us:.0f} us = {flops / timed.us / 1e6:.0f} TFLOP/s"
+
+
+def step_rows() -> Iterator[Any]:
+    """A whole decode step: pages, page lists, plan, four layers of writing and attending."""
+    for batch in (1, 64, 256):
+        scene = Scene(requests=batch, tokens=2048, layers=4)
+        sequences = scene.filled(batch, 1024)
+        ours = _our_steps(scene, sequences, batch)
+        shape = f"B {batch}, 1k"
+        for fast in (False, True):
+            theirs = HandDecode(scene, sequences, graph=True).steps_us(fast)
+            name = "fast_decode_plan" if fast else "plan"
+            yield f"step, against {name}() by hand", shape, ours, theirs / ours
+        scene.free()
+
+
+def _our_steps(scene: Scene, sequences: Sequence[Any], batch: int, steps: int = 60) -> float:
+    graph = scene.cache.graph(batch)
+    q = scene.normal(batch, Q_HEADS, DIM)
+    k, v = scene.normal(batch, KV_HEADS, DIM), scene.normal(batch, KV_HEADS, DIM)
+    layers = range(scene.layers)
+    graph.capture(lambda step: [scene.cache.attend(n, q, k, v, step) for n in layers])
+
+    def one() -> None:
+        step = scene.cache.extend(sequences, 1)
+        scene.cache.fill(graph, step)
+        graph.replay()
+        scene.cache.commit(step)
+
+    return per_step_us(one, steps)
+
+
+def per_step_us(one: Callable[[], None], steps: int) -> float:
+    """Wall microseconds of a step in a loop that never waits but at its end."""
+    for _ in range(8):
+        one()
+    found = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps // 5):
+            one()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - begin) / (steps // 5) * 1e6)
+    return statistics.median(found)
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Any]]] = {
+    "plan": plan_rows,
+    "decode": decode_rows,
+    "fast": lambda: decode_rows("fp8_e4m3", "fast"),
+    "prefill": prefill_rows,
+    "step": step_rows,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    rows: Rows = []
+    for name in chosen.only:
+        for row in SECTIONS[name]():
+            rows.append(row)
+            what, shape, us, ratio = row
+            print(f"{what:<42} {shape:<24} {us:>9.1f} us  theirs / ours {ratio:.3f}", flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps({"page_tokens": PAGE, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
