@@ -93,6 +93,16 @@ class Allocator:
         freed = ids[left == 0]
         self._push(freed[self._is_last(freed)])
 
+    def give_each(self, ids: Int64) -> None:
+        """``give`` for ids that were read from as many owners: two of them are equal only where
+        an id has two owners, so that ids of one owner need no search for repetitions.
+        """
+        if np.count_nonzero(self.owners[ids] == _ONE) == ids.size:
+            self.owners[ids] = 0
+            self._push(ids)
+        else:
+            self.give(ids)
+
     def _push(self, freed: Int64) -> None:
         self.free += freed.size
         top = self._stack.size - self.free

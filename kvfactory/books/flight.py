@@ -68,10 +68,13 @@ class Flights:
         Raises:
             BooksError: ``record`` is committed already, not the oldest, or none of ours.
         """
-        waiting = [flight for flight in self._queue if flight.accepted is None]
-        oldest = waiting[0] if waiting else None
-        if oldest is None or oldest.record is not record:
-            need = f"step {oldest.record.serial}" if oldest else "an open step"
+        oldest = None
+        for oldest in self._queue:
+            if oldest.accepted is None:
+                break
+        if oldest is None or oldest.accepted is not None or oldest.record is not record:
+            is_open = oldest is not None and oldest.accepted is None
+            need = f"step {oldest.record.serial}" if oldest and is_open else "an open step"
             raise BooksError(Problem("step", f"step {record.serial}", need, "commit in order"))
         return oldest
 

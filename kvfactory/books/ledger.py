@@ -145,8 +145,8 @@ class Ledger:
         grids: dict[tuple[int, int], Grid] = {}
         needs, enough = [], True
         for table in self.tables.values():
-            key = table.shape.page_tokens, table.shape.row_pages
-            grid = grids.get(key) or grids.setdefault(key, table.grid(rows, positions))
+            grid = grids.get(table.pitch) or table.grid(rows, positions)
+            grids[table.pitch] = grid
             shared = table.shared_tails(grid, rows[tails], tails) if tails.size else NO_ENTRIES
             needs.append((grid, shared))
             enough = enough and grid.opens.shape[1] + shared.shape[1] <= table.pages.free

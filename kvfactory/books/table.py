@@ -24,8 +24,9 @@ from kvfactory.books.ids import (
 )
 from kvfactory.books.mirror import Mirror
 from kvfactory.books.shape import TableShape
+from kvfactory.books.sight import Sight
 from kvfactory.books.step import TableStep
-from kvfactory.kinds import Lifetime, ceil_div
+from kvfactory.kinds import ceil_div
 
 NO_COPIES, NO_ENTRIES = np.zeros((0, 2), np.int64), np.zeros((3, 0), np.int64)
 _ZERO, _ONE = np.array(0), np.array(1)
@@ -50,15 +51,6 @@ class Part(NamedTuple):
     pages: Pages
 
 
-def first_visible(lifetime: Lifetime, positions: Positions) -> Positions:
-    """``Lifetime.first_visible`` of many positions; below 0 where nothing is out of sight."""
-    if lifetime.name == "window":
-        return positions - (lifetime.tokens - 1)
-    if lifetime.name == "chunk":
-        return positions - positions % lifetime.tokens
-    return np.zeros_like(positions)
-
-
 class PageTable:
     """The rows of one table. A row owns the pages of columns ``first[row]`` .. its last token's.
 
@@ -68,12 +60,12 @@ class PageTable:
     def __init__(self, shape: TableShape, num_rows: int) -> None:
         self.shape = shape
         self.path = f"tables.{shape.name}"
+        self.pitch = shape.page_tokens, shape.row_pages
         self.pages = Allocator(shape.num_pages, self.path)
         self.mirror = Mirror(num_rows, shape.row_pages)
-        self.first = np.zeros(num_rows, np.int64)
+        self.first = np.zeros(num_rows, np.int32)
+        self.sight = Sight(shape.lifetime, shape.page_tokens)
         self._page_tokens = np.array(shape.page_tokens)
-        self._reach = np.array(shape.lifetime.tokens)
-        self._ages = shape.lifetime.name in ("window", "chunk")
         self._due = np.zeros(num_rows, np.int64)
         self._begin(np.arange(num_rows), self.first)
 
@@ -127,22 +119,19 @@ class PageTable:
 
     def first_pages(self, rows: Rows) -> Int32:
         """The first column that each row still owns, int32 [batch]."""
-        if not self._ages:
-            return np.zeros(rows.size, np.int32)
-        return self.first[rows].astype(np.int32)
+        return self.first[rows] if self.sight.ends else np.zeros(rows.size, np.int32)
 
     # ---- shrinking ---------------------------------------------------------------------
 
     def age(self, rows: Rows, committed: Tokens) -> None:
         """Release what no query at position ``committed`` or later can see."""
-        if not self._ages:
+        if not self.sight.ends:
             return
         behind = (committed >= self._due[rows]).nonzero()[0]
         if behind.size:
-            rows, committed = rows[behind], committed[behind]
-            visible = first_visible(self.shape.lifetime, committed) // self._page_tokens
-            self._drop(rows, self.first[rows], visible)
-            self._begin(rows, visible)
+            rows, seen = rows[behind], self.sight.first_columns(committed[behind])
+            self._drop(rows, self.first[rows], seen)
+            self._begin(rows, seen)
 
     def cut(self, rows: Rows, tokens: Tokens, keep: Tokens) -> None:
         """Shorten rows of ``tokens`` to ``keep`` tokens: the pages of the tail return."""
@@ -203,12 +192,8 @@ class PageTable:
     def _begin(self, rows: Rows, first: Columns) -> None:
         """Let rows begin with column ``first``, and note at which length its page is due."""
         self.first[rows] = first
-        if self._ages:
-            unseen = (first + _ONE) * self._page_tokens
-            if self.shape.lifetime.name == "window":
-                self._due[rows] = unseen + (self._reach - _ONE)
-            else:
-                self._due[rows] = -(-unseen // self._reach) * self._reach
+        if self.sight.ends:
+            self._due[rows] = self.sight.ends_of(first)
 
     def _copy(self, entries: Entries) -> Int64:
         old, new = self.mirror.pages[entries[2]], self.pages.take(entries.shape[1])
@@ -224,5 +209,5 @@ class PageTable:
 
     def _drop(self, rows: Rows, start: Columns, stop: Columns) -> None:
         entries = self._between(rows, start, stop)
-        self.pages.give(self.mirror.pages[entries[2]])
+        self.pages.give_each(self.mirror.pages[entries[2]])
         self.mirror.write(entries, SINK)

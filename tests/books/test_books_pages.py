@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from books_support import CHUNKED, FULL, LOCAL, audit, books_of, held, snapshot
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfactory.books import BooksShape, TableShape
-from kvfactory.books.table import first_visible
+from kvfactory.books.sight import Sight
 from kvfactory.errors import BooksError, OutOfPages
 from kvfactory.kinds import Lifetime
 
@@ -216,16 +218,18 @@ def test_chunks_return_when_they_end() -> None:
 
 
 @given(
-    name=st.sampled_from(["whole", "window", "chunk"]),
+    name=st.sampled_from(["window", "chunk"]),
     reach=st.integers(1, 40),
-    positions=st.lists(st.integers(0, 200)),
+    page_tokens=st.integers(1, 9),
 )
-def test_first_visible_is_that_of_the_kinds_table(
-    name: str, reach: int, positions: list[int]
-) -> None:
-    lifetime = Lifetime(name, reach)  # type: ignore[arg-type]
-    many = first_visible(lifetime, np.array(positions, np.int64))
-    assert np.maximum(many, 0).tolist() == [lifetime.first_visible(p) for p in positions]
+def test_sight_is_that_of_the_kinds_table(name: Any, reach: int, page_tokens: int) -> None:
+    lifetime, committed = Lifetime(name, reach), np.arange(200)
+    sight = Sight(lifetime, page_tokens)
+    first = [lifetime.first_visible(tokens) // page_tokens for tokens in committed.tolist()]
+    for column, end in enumerate(sight.ends_of(np.arange(first[-1])).tolist()):
+        assert first[end - 1] <= column < first[end]
+    seen = sight.first_columns(committed)
+    assert np.maximum(seen, 0).tolist() == first
 
 
 @given(
