@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from kvfactory.errors import Problem
 from kvfactory.kinds import Lifetime
@@ -95,6 +95,21 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
+class Annex:
+    """What recurrent group ``of`` keeps beside its states, of ``tokens`` tokens.
+
+    ``snapshots``: the state after each draft token, by request row; with ``overlap`` windows of
+    convolutions share their columns. ``ring``: what drives the last tokens, by state slot.
+    ``checkpoints``: saved states, 0 tokens.
+    """
+
+    of: str
+    use: Literal["snapshots", "ring", "checkpoints"]
+    tokens: int = 0
+    overlap: bool = False
+
+
+@dataclass(frozen=True)
 class Choice:
     """The backend of a group, and why the others were passed over (name -> problems)."""
 
@@ -120,7 +135,7 @@ class GroupPlan:
     tokens_per_entry: int
     layout: str
     tensors: tuple[TensorPlan, ...]
-    work: Attention | Select | Recurrence
+    work: Attention | Select | Recurrence | Annex
     offset: int
     num_bytes: int
     choice: Choice | None
@@ -215,6 +230,7 @@ class Row:
 class CachePlan:
     """Everything that ``build`` will allocate. ``bytes`` is the sum of ``rows``.
 
+    ``annexes`` are snapshots and checkpoints of recurrent groups, which no sequence owns.
     ``step_bytes`` apart are the fields of one open step. ``binding`` says in words what limits
     the number of requests; ``notes`` are settings that had no effect.
     """
@@ -231,6 +247,7 @@ class CachePlan:
     rows: tuple[Row, ...]
     binding: str
     notes: tuple[str, ...]
+    annexes: tuple[GroupPlan, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -239,15 +256,15 @@ class CachePlan:
 
     @cached_property
     def by_name(self) -> Mapping[str, GroupPlan]:
-        """Groups by their plan name."""
-        return {group.name: group for group in self.groups}
+        """Groups and annexes by their plan name."""
+        return {group.name: group for group in (*self.groups, *self.annexes)}
 
     @cached_property
     def owners(self) -> Mapping[int, tuple[tuple[GroupPlan, int], ...]]:
         """Model layer -> (group, index in the group) of everything the layer keeps or reads."""
         found: dict[int, list[tuple[GroupPlan, int]]] = {}
         for group in self.groups:
-            for index, layer in enumerate(group.layers):
+            for index, layer in enumerate(() if isinstance(group.work, Annex) else group.layers):
                 found.setdefault(layer, []).append((group, index))
         for layer, owner in self.spec.model.aliases:
             found[layer] = [*found.get(layer, []), *found[owner]]

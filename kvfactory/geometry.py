@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvfactory.cacheplan import Attention, Recurrence, Select
 from kvfactory.quant.codec import Logical
 from kvfactory.spec import GqaGroup, Group, IndexGroup, LinearGroup, MlaGroup
@@ -43,6 +45,29 @@ def work(group: Group) -> Attention | Select | Recurrence:
             return Select(group.selects, group.index_heads, group.topk, group.block_tokens)
         case LinearGroup():
             return Recurrence(group.recurrence, group.conv_window_first)
+
+
+class Heads(NamedTuple):
+    """A recurrent state [heads, key, value] and the heads of its keys, each shared by some."""
+
+    heads: int
+    key_heads: int
+    key: int
+    value: int
+
+
+def heads_of(group: LinearGroup) -> Heads | None:
+    """The heads of ``group``; None where its state has none (Mamba-1, convolutions alone).
+
+    Where the first convolution runs over keys, queries and values (Mamba-2: B, C and x), its
+    channels say how many heads the keys have.
+    """
+    if group.recurrent is None or set(group.recurrent) != {"head", "key", "value"}:
+        return None
+    heads, key, value = (group.recurrent[axis] for axis in ("head", "key", "value"))
+    rest = group.conv[0][0] - heads * value if group.conv else 0
+    stacked = rest > 0 and rest % (2 * key) == 0
+    return Heads(heads, rest // (2 * key) if stacked else heads, key, value)
 
 
 def _rows(dtype: str, **shapes: tuple[int, int]) -> tuple[Logical, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvfactory.cacheplan import Attention, Recurrence, Select
+from kvfactory.cacheplan import Annex, Attention, Recurrence, Select
 from kvfactory.errors import KVFactoryError, PlanError, Problem, did_you_mean
 from kvfactory.geometry import logical_tensors, work
 from kvfactory.kinds import KINDS, Lifetime
@@ -47,7 +47,7 @@ class Draft:
     tokens_per_entry: int
     stored: tuple[Stored, ...]
     placed: Placed
-    work: Attention | Select | Recurrence
+    work: Attention | Select | Recurrence | Annex
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LifetimeName = Literal["whole", "window", "chunk", "encoder", "state"]
+LifetimeName = Literal["whole", "window", "chunk", "encoder", "state", "row", "checkpoint"]
 
 
 @dataclass(frozen=True, order=True)
@@ -18,7 +18,8 @@ class Lifetime:
 
     ``whole``: as long as the request. ``window``: ``tokens`` keys including the query's own.
     ``chunk``: until the chunk of ``tokens`` ends. ``encoder``: written once, whole request.
-    ``state``: one slot per request, not per token.
+    ``state``: one slot per request, not per token. ``row``: a slot for each request row.
+    ``checkpoint``: a slot for each of so many saved states.
     """
 
     name: LifetimeName

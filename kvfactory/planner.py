@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from kvfactory.annexes import draft_annexes, fixed_slots
 from kvfactory.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
 from kvfactory.backends.contract import BACKENDS, Backend, refusals
 from kvfactory.cacheplan import Attention, CachePlan, Choice, GroupPlan, Workspace
@@ -27,6 +28,7 @@ def plan(spec: Spec) -> CachePlan:
     memory = _memory(spec, findings)
     drafts = draft_groups(spec, findings)
     tables = draft_tables(drafts, spec)
+    drafts = (*drafts, *draft_annexes(spec, drafts, findings))
     planner = _Planner(spec, drafts, tables, {})
     first = sizes_for(1, [table.key for table in tables], spec)
     choices = _choose(planner.lay(first).groups, spec)
@@ -66,8 +68,14 @@ class _Planner:
     def lay(self, sizes: Sizes) -> CachePlan:
         align = self.spec.kv.align_bytes
         arena = Arena(align)
-        groups = lay_groups(arena, self.drafts, self.names, sizes, align)
-        groups = tuple(replace(g, choice=self.choices.get(g.name)) for g in groups)
+        fixed = fixed_slots(self.drafts, sizes.limits, self.spec)
+        full = replace(sizes, pages={**sizes.pages, **fixed})
+        names = {**self.names, **{key: f"by {key.lifetime.name}" for key in fixed}}
+        laid = lay_groups(arena, self.drafts, names, full, align)
+        beside = set(names.values()) - set(self.names.values())
+        groups = tuple(
+            replace(g, choice=self.choices.get(g.name)) for g in laid if g.table not in beside
+        )
         pages, states = lay_tables(arena, self.tables, sizes)
         fields, step_bytes = lay_steps(arena, self.tables, sizes.limits)
         workspaces = self._workspaces(arena, groups, sizes)
@@ -84,6 +92,7 @@ class _Planner:
             rows=tuple(arena.rows),
             binding="",
             notes=(),
+            annexes=tuple(group for group in laid if group.table in beside),
         )
 
     def _workspaces(

@@ -319,6 +319,7 @@ class Memory(Frozen):
     """What backs the bytes, and how many there may be; without a budget the workload decides.
 
     By group: ``ratios`` are tables' shares of the budget, ``tokens`` stand in place of one.
+    ``checkpoints`` are slots for int8 copies of recurrent states, which a prefix cache fills.
     """
 
     name: Name = "auto"
@@ -326,6 +327,7 @@ class Memory(Frozen):
     budget: Bytes | None = None
     ratios: dict[Name, Share] = {}
     tokens: dict[Name, Positive] = {}
+    checkpoints: Annotated[int, Field(ge=1, le=2**20)] | None = None
 
 
 class Device(Frozen):
@@ -355,13 +357,33 @@ class Engine(Frozen):
 
     ``max_requests`` is the number of rows of the device tables (null: as many as the plan
     admits), ``prefill_chunk_tokens`` the most prompt tokens in a step, ``steps_in_flight`` the
-    steps open at once, ``draft_tokens`` the extra tokens a request may verify in a step.
+    steps open at once, ``draft_tokens`` the extra tokens a request may verify in a step, in a
+    chain or, with ``draft_tree``, a tree.
+
+    Recurrent states: ``state_tracking`` are further slots of each request, for states that a
+    prefix cache wants (lazy: the second one when it is needed). ``state_replay`` keeps what drives
+    the last tokens in a ring of ``replay_tokens``: of decodes, so that the state is written once
+    a ring; or of drafts, in place of a snapshot per token, folded at every commit or when full.
     """
 
     max_requests: Annotated[int, Field(ge=1, le=2**20)] | None = None
     prefill_chunk_tokens: Annotated[int, Field(ge=1, le=2**24)] = 2048
     steps_in_flight: Annotated[int, Field(ge=1, le=8)] = 2
     draft_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+    draft_tree: bool = False
+    state_tracking: Literal["none", "one", "two", "lazy"] = "none"
+    state_replay: Literal["none", "decode_ring", "verify_fold", "verify_ring"] = "none"
+    replay_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
+
+    @property
+    def tracking_slots(self) -> int:
+        """Most tracking slots of a request."""
+        return {"none": 0, "one": 1}.get(self.state_tracking, 2)
+
+    @property
+    def state_slots(self) -> int:
+        """State slots that sizing gives a request: its own and tracking ones, of lazy ones one."""
+        return 2 if self.state_tracking == "lazy" else 1 + self.tracking_slots
 
 
 class Workload(Frozen):

@@ -22,7 +22,7 @@ FLOORS: list[set[str]] = [
     {"geometry", "storage", "backends.contract"},
     {"flashinfer_runtime.choose", "flashinfer_runtime.sizes"},
     {"grouping"},
-    {"assembly"},
+    {"assembly", "annexes"},
     {"sizing"},
     {"planner"},
     {"pools", "calibration", "checkpoint", "kernels"},

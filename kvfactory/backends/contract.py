@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, Limits, Recurrence, Select
+from kvfactory.cacheplan import Annex, Attention, CachePlan, GroupPlan, Limits, Recurrence, Select
 from kvfactory.errors import Problem
 from kvfactory.registry import Registry
 from kvfactory.spec import IndexGroup, Spec
@@ -170,7 +170,7 @@ def features(group: GroupPlan, spec: Spec) -> frozenset[str]:
     work = group.work
     if isinstance(work, Select):
         return frozenset({"select"})
-    if isinstance(work, Recurrence):
+    if isinstance(work, Recurrence | Annex):
         return frozenset({"recurrence"})
     constants = {table for tensor in group.tensors for table in tensor.constants}
     centers = {table.tensor for table in constants if table.name == "center"}

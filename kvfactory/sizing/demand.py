@@ -36,7 +36,7 @@ def draft_tables(drafts: Sequence[Draft], spec: Spec) -> tuple[TableDraft, ...]:
 def _table(groups: tuple[str, ...], key: TableKey, spec: Spec) -> TableDraft:
     lifetime, page_tokens = key
     if lifetime.name == "state":
-        return TableDraft(groups[0], groups, key, live_pages=1, row_pages=0)
+        return TableDraft(groups[0], groups, key, spec.engine.state_slots, row_pages=0)
     tokens = table_tokens(lifetime, spec.workload.tokens, spec.engine)
     in_flight = max(_prefill_in_flight(spec.engine), _decode_in_flight(spec.engine))
     live = lifetime.peak_pages(tokens, in_flight, page_tokens)
@@ -54,7 +54,7 @@ def table_tokens(lifetime: Lifetime, tokens: int, engine: Engine) -> int:
 def request_pages(lifetime: Lifetime, page_tokens: int, tokens: int, engine: Engine) -> int:
     """Pages that one decoding request of ``tokens`` owns at its longest; slots for states."""
     if lifetime.name == "state":
-        return 1
+        return engine.state_slots
     longest = table_tokens(lifetime, tokens, engine)
     return lifetime.peak_pages(longest, _decode_in_flight(engine), page_tokens)
 

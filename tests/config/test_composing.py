@@ -169,10 +169,11 @@ app()
 KEYS = {
     "model": "name num_layers dtype max_context groups aliases",
     "kv": "page_tokens align_bytes quant layout groups recipes constants",
-    "memory": "name options budget ratios tokens",
+    "memory": "name options budget ratios tokens checkpoints",
     "device": "name type sm num_sms memory_bytes granule_bytes",
     "backend": "name options new_tokens prefill accuracy deterministic",
-    "engine": "max_requests prefill_chunk_tokens steps_in_flight draft_tokens",
+    "engine": "max_requests prefill_chunk_tokens steps_in_flight draft_tokens draft_tree"
+    " state_tracking state_replay replay_tokens",
     "workload": "requests tokens mean_tokens trace step_ms",
 }
 
