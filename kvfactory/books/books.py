@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -185,14 +186,16 @@ class Books:
 
     # ---- segments ----------------------------------------------------------------------
 
-    def hold(self, sequence: Sequence, tokens: int, start: int = 0) -> Segment:
+    def hold(
+        self, sequence: Sequence, tokens: int, start: int = 0, checkpoint: bool = False
+    ) -> Segment:
         """Own the committed tokens [start, tokens) of a sequence beyond its life.
 
-        State tables give the segment a slot of its own; the copy into it is due with the next
-        step, or when ``copies`` is asked.
+        State tables give the segment a slot of its own, or a ``checkpoint``; the copy into it is
+        due with the next step, or when ``copies`` is asked.
 
         Raises:
-            OutOfPages: state slots are short; nothing is taken.
+            OutOfPages: state slots or checkpoints are short; nothing is taken.
             BooksError: a stale handle; tokens that are not committed, or have left a window or
                 chunk that a query at ``tokens`` sees; a state that is not exactly there.
         """
@@ -200,13 +203,93 @@ class Books:
         ledger = self._ledger
         row = int(ledger.requests.resolve([sequence])[0])
         checks.hold(ledger, row, start, tokens)
-        require(*((state.slots, 1) for state in ledger.states.values()))
-        view = ledger.view(row, start, tokens)
-        for name, table in ledger.page_tables.items():
-            table.pages.share(view.parts[name].pages)
-        slots = {name: state.duplicate(row) for name, state in ledger.states.items()}
-        ledger.requests.exposed[row] = True
-        return self._segments.add(Segment(start, tokens, view.parts, slots, view.cross_tokens))
+        states = ledger.states
+        require(*((s.checkpoints if checkpoint else s.slots, 1) for s in states.values()))
+        shared = ledger.share(row, start, tokens)
+        slots = {name: state.duplicate(row, checkpoint) for name, state in states.items()}
+        return self._segments.add(replace(shared, slots=slots))
+
+    def track(self, sequence: Sequence, tokens: int | None = None) -> dict[str, int]:
+        """The slot, by state table, for the state after ``tokens`` tokens of a sequence.
+
+        Without an open step that is the state as it is, and its copy is due as those of ``hold``.
+        Of an open step whoever computes it writes the state there; if any token of the step is
+        rejected, states beyond the committed tokens are forgotten. ``tokens`` default to the
+        committed ones.
+
+        Raises:
+            OutOfPages: a lazy slot is needed and there is none; nothing is taken.
+            BooksError: no tracking slots, a stale handle, or tokens that no open step has.
+        """
+        self.settle()
+        ledger = self._ledger
+        row = int(ledger.requests.resolve([sequence])[0])
+        committed = int(ledger.requests.committed[row])
+        tokens = committed if tokens is None else tokens
+        checks.track(ledger, row, tokens)
+        require(*((s.slots, s.tracking.missing(row)) for s in ledger.states.values()))
+        here = tokens == committed
+        return {name: state.track(row, tokens, here) for name, state in ledger.states.items()}
+
+    def tracked(self, sequence: Sequence) -> int:
+        """The committed tokens after which a tracked state is there; 0 for none.
+
+        Raises:
+            BooksError: a stale handle.
+        """
+        self.settle()
+        return self._ledger.tracked(int(self._ledger.requests.resolve([sequence])[0]))
+
+    def donate(self, sequence: Sequence) -> Segment:
+        """Own the ``tracked`` tokens with the slot of their state; the sequence gets another one.
+
+        A lazy slot is replaced when it is needed.
+
+        Raises:
+            OutOfPages: state slots are short; nothing is taken.
+            BooksError: a stale handle, nothing tracked, or tokens that have left a window or chunk.
+        """
+        self.settle()
+        ledger = self._ledger
+        row = int(ledger.requests.resolve([sequence])[0])
+        checks.tracked(ledger, row)
+        require(*((s.slots, 0 if s.tracking.lazy else 1) for s in ledger.states.values()))
+        segment = self._hand_over_tracked(row)
+        for state in ledger.states.values():
+            state.tracking.replace(row, state.slots)
+        return segment
+
+    def retire(self, sequence: Sequence, tracked: bool = False) -> Segment:
+        """Close a sequence and own its committed, or ``tracked``, tokens with the state slot.
+
+        No slot is taken and no state copied; the sequence's other slots return.
+
+        Raises:
+            BooksError: a stale handle, nothing to own, a step in flight that writes the state, or
+                tokens that have left a window or chunk.
+        """
+        self.settle()
+        ledger = self._ledger
+        rows = ledger.requests.resolve([sequence])
+        row = int(rows[0])
+        if tracked:
+            checks.tracked(ledger, row)
+            segment = self._hand_over_tracked(row)
+        else:
+            checks.settled(ledger, row, bool(self._flights.touch(rows)[0]))
+            tokens = int(ledger.requests.committed[row])
+            checks.hold(ledger, row, 0, tokens)
+            shared = ledger.share(row, 0, tokens)
+            slots = {name: state.detach(row) for name, state in ledger.states.items()}
+            segment = self._segments.add(replace(shared, slots=slots))
+        self.close([sequence])
+        return segment
+
+    def _hand_over_tracked(self, row: int) -> Segment:
+        tokens, states = self._ledger.tracked(row), self._ledger.states
+        shared = self._ledger.share(row, 0, tokens)
+        slots = {name: state.tracking.detach(row, tokens) for name, state in states.items()}
+        return self._segments.add(replace(shared, slots=slots))
 
     def release(self, segment: Segment) -> None:
         """Give up a segment; pages that nobody else owns return.
@@ -253,7 +336,7 @@ class Books:
         return self._segments.add(self._ledger.reserve(tokens, cross_tokens))
 
     def copies(self) -> dict[str, Int64]:
-        """State copies due now, by table: (source slot, destination slot) int64 [n, 2].
+        """State copies due now, by table: (source place, destination place) int64 [n, 2].
 
         For clients that read a held segment before the next step, which then has them no more.
         """
@@ -262,7 +345,10 @@ class Books:
     # ---- what there is -----------------------------------------------------------------
 
     def capacity(self) -> dict[str, Capacity]:
-        """Free, held and total, by path: ``requests``, ``tables.NAME``, ``states.NAME``."""
+        """Free, held and total, by path.
+
+        ``requests``, ``tables.NAME``, ``states.NAME``, and ``checkpoints.NAME`` where there are.
+        """
         self.settle()
         return self._ledger.capacity()
 

@@ -90,17 +90,47 @@ def hold(ledger: Ledger, row: int, start: int, stop: int) -> None:
     if not 0 <= start < stop <= committed:
         need = f"0 <= start < stop <= {committed}, the committed tokens"
         problems.append(Problem("tokens", f"[{start}, {stop})", need))
-    for table in ledger.tables.values():
-        needed = max(start, table.shape.lifetime.first_visible(stop))
-        owned = table.owned_from(row)
-        if owned > needed:
-            got = f"a sequence whose pages before token {owned} are released"
-            problems.append(Problem(table.path, got, f"token {needed} for a query at {stop}"))
+    problems += _released(ledger, row, start, stop)
     if not stop == committed == reserved:
         problems += [
             Problem(f"states.{name}", f"a state after {committed} tokens", f"{stop}, none open")
             for name in ledger.states
         ]
+    if problems:
+        raise BooksError(*problems)
+
+
+def track(ledger: Ledger, row: int, tokens: int) -> None:
+    """Refuse to track a state that no open step makes, nor is there now.
+
+    Raises:
+        BooksError: why not.
+    """
+    committed, reserved = ledger.requests.committed[row], ledger.requests.reserved[row]
+    problems = []
+    if not any(state.shape.tracking for state in ledger.states.values()):
+        fix = "engine.state_tracking=two"
+        problems.append(Problem("track", "no tracking slots", "some", fix))
+    here = tokens == committed == reserved and tokens > 0
+    if not (here or committed < tokens <= reserved):
+        need = f"{committed + 1}..{reserved}, the tokens of open steps"
+        problems.append(
+            Problem("tokens", str(tokens), need if reserved > committed else str(committed))
+        )
+    if problems:
+        raise BooksError(*problems)
+
+
+def tracked(ledger: Ledger, row: int) -> None:
+    """Refuse to give away a tracked prefix from which nobody could go on.
+
+    Raises:
+        BooksError: why not.
+    """
+    problems, tokens = list(_unwritten(ledger, row)), ledger.tracked(row)
+    if not tokens:
+        problems.append(Problem("sequence", "no state tracked", "a committed one", "track"))
+    problems += _released(ledger, row, 0, tokens)
     if problems:
         raise BooksError(*problems)
 
@@ -134,6 +164,15 @@ def reserve(ledger: Ledger, tokens: int, cross_tokens: int) -> None:
             problems.append(Problem(path, str(number), f"{least}..{most}"))
     if problems:
         raise BooksError(*problems)
+
+
+def _released(ledger: Ledger, row: int, start: int, stop: int) -> Iterator[Problem]:
+    for table in ledger.tables.values():
+        needed = max(start, table.shape.lifetime.first_visible(stop))
+        owned = table.owned_from(row)
+        if owned > needed:
+            got = f"a sequence whose pages before token {owned} are released"
+            yield Problem(table.path, got, f"token {needed} for a query at {stop}")
 
 
 def _unwritten(ledger: Ledger, row: int) -> Iterator[Problem]:

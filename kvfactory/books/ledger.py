@@ -56,10 +56,11 @@ class Ledger:
     def allocators(self) -> list[Allocator]:
         """Everything that hands out ids."""
         pages = [table.pages for table in self.page_tables.values()]
-        return [self.requests.rows, *pages, *(state.slots for state in self.states.values())]
+        places = [places for state in self.states.values() for places in state.allocators]
+        return [self.requests.rows, *pages, *places]
 
     def capacity(self) -> dict[str, Capacity]:
-        """What is free and held, by path: ``requests``, ``tables.NAME``, ``states.NAME``."""
+        """What is free and held, by path; see ``Books.capacity``."""
         return {allocator.path: allocator.capacity for allocator in self.allocators}
 
     # ---- rows --------------------------------------------------------------------------
@@ -72,7 +73,7 @@ class Ledger:
         """
         tokens = chain[-1].stop if chain else 0
         encoders = [(e.table.pages, e.pages_for(cross_tokens)) for e in self.encoders.values()]
-        slots = [(state.slots, count) for state in self.states.values()]
+        slots = [(state.slots, count * state.row_slots) for state in self.states.values()]
         require((self.requests.rows, count), *encoders, *slots)
         rows = self.requests.admit(count, tokens)
         for name, table in self.tables.items():
@@ -105,6 +106,20 @@ class Ledger:
             parts[name] = encoder.table.part(row, 0, cross_tokens)
         slots = {name: state.source(row) for name, state in self.states.items()}
         return Segment(start, stop, parts, slots, cross_tokens)
+
+    def share(self, row: int, start: int, stop: int) -> Segment:
+        """``view`` with one more owner of its pages."""
+        view = self.view(row, start, stop)
+        for name, table in self.page_tables.items():
+            table.pages.share(view.parts[name].pages)
+        self.requests.exposed[row] = True
+        return view
+
+    def tracked(self, row: int) -> int:
+        """The most committed tokens after which every state table has tracked the state."""
+        committed = int(self.requests.committed[row])
+        found = (state.tracking.last(row, committed) for state in self.states.values())
+        return min(found, default=0)
 
     def reserve(self, tokens: int, cross_tokens: int) -> Segment:
         """New pages and state slots, of no row, for the first ``tokens`` tokens of a sequence.
@@ -161,6 +176,8 @@ class Ledger:
         requests, rows = self.requests, batch.rows
         requests.committed[rows] = committed = requests.committed[rows] + accepted
         if accepted is not batch.counts:
+            for state in self.states.values():
+                state.decide(rows, committed, accepted < batch.counts)
             reserved = requests.reserved[rows]
             requests.reserved[rows] = kept = reserved - batch.counts + accepted
             for table in self.tables.values():

@@ -14,8 +14,9 @@ class Segment:
     """Tokens ``start`` .. ``stop`` - 1 of a sequence, whose pages the segment owns.
 
     ``parts`` by table: in window and chunk tables only what a query at ``stop`` can see.
-    ``slots`` by state table: the slot with the state after ``stop`` tokens. ``cross_tokens`` are
-    the encoder tokens that the run depends on, whose pages the segment owns as well.
+    ``slots`` by state table: the place of the state after ``stop`` tokens, which is a state slot
+    or, from the table's ``num_slots`` on, a checkpoint. ``cross_tokens`` are the encoder tokens
+    that the run depends on, whose pages the segment owns as well.
     """
 
     start: int

@@ -30,10 +30,17 @@ class TableShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """A table of recurrent states, one slot a request. ``num_slots`` counts slot 0, the sink."""
+    """A table of recurrent states, one slot a request and up to ``tracking`` more.
+
+    ``num_slots`` counts slot 0, the sink, and so does ``checkpoints``, the places for saved states
+    (0: there are none). Of ``lazy`` tracking slots a request has one until it needs the others.
+    """
 
     name: str
     num_slots: int
+    tracking: int = 0
+    lazy: bool = False
+    checkpoints: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,17 @@ class BooksShape:
 
 def books_shape(plan: CachePlan) -> BooksShape:
     """What the books of ``plan`` keep account of."""
+    engine, saved = plan.spec.engine, plan.spec.memory.checkpoints
+    tracking, lazy = engine.tracking_slots, engine.state_tracking == "lazy"
+    checkpoints = 1 + saved if saved else 0
     return BooksShape(
         tables=tuple(
             TableShape(t.name, t.lifetime, t.page_tokens, t.num_pages, t.row_pages)
             for t in plan.tables
         ),
-        states=tuple(StateShape(s.name, s.num_slots) for s in plan.states),
+        states=tuple(
+            StateShape(s.name, s.num_slots, tracking, lazy, checkpoints) for s in plan.states
+        ),
         max_requests=plan.limits.max_requests,
         steps_in_flight=plan.limits.steps_in_flight,
     )

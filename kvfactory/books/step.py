@@ -33,8 +33,9 @@ class TableStep(NamedTuple):
 class StateStep(NamedTuple):
     """One state table's part of a step.
 
-    ``slots`` int32 [batch]. ``copies`` int64 [n, 2]: (source slot, destination slot), read all
-    before any is written, and before the slots that are ``fresh`` (bool [batch]) are cleared.
+    ``slots`` int32 [batch]. ``copies`` int64 [n, 2]: (source place, destination place), read all
+    before any is written, and before the slots that are ``fresh`` (bool [batch]) are cleared. A
+    place is a state slot or, from the table's ``num_slots`` on, a checkpoint.
     """
 
     slots: Int32

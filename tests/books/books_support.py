@@ -53,10 +53,17 @@ def audit(books: Books) -> None:
         owners[0] = 0
         np.testing.assert_array_equal(table.pages.owners, owners)
     for name, state in ledger.states.items():
-        slots = [segment.slots[name] for segment in books._segments._held]
-        owners = np.bincount([*state.slot, *slots], minlength=state.shape.num_slots)
-        owners[0] = 0
-        np.testing.assert_array_equal(state.slots.owners, owners)
+        places = np.array([segment.slots[name] for segment in books._segments._held], np.int64)
+        saved = places[places >= state.shape.num_slots] - state.shape.num_slots
+        slots = places[places < state.shape.num_slots]
+        tracked = state.tracking.slots.ravel()
+        for allocator, ids in (
+            (state.slots, np.concatenate((state.slot, tracked, slots))),
+            (state.checkpoints, saved),
+        ):
+            owners = np.bincount(ids, minlength=len(allocator.owners))
+            owners[0] = 0
+            np.testing.assert_array_equal(allocator.owners, owners)
     for allocator in ledger.allocators:
         free, held, total = allocator.capacity
         assert free + held == total
