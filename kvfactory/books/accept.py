@@ -40,6 +40,8 @@ def judge(batch: Batch, parents: Int64 | None, accepted: Counts | Paths | None) 
     Raises:
         BooksError: more tokens than the step has, or nodes that are not a path from the root.
     """
+    if accepted is None and parents is None:
+        return Verdict(batch.counts, None)
     paths = _paths(accepted)
     if accepted is None:
         counts, nodes = batch.counts, None

@@ -39,13 +39,18 @@ class Allocator:
     def reset(self) -> None:
         """Take everything back; the order of a fresh allocator returns."""
         self.owners: Int64 = np.zeros(self._num_ids, np.int64)
-        self.free = self._num_ids - 1
+        self._top = 0
         self._stack = np.arange(1, self._num_ids)
+
+    @property
+    def free(self) -> int:
+        """How many ids can be taken."""
+        return self._stack.size - self._top
 
     @property
     def capacity(self) -> Capacity:
         """Free, held and total ids."""
-        return Capacity(self.free, self._stack.size - self.free, self._stack.size)
+        return Capacity(self.free, self._top, self._stack.size)
 
     def shortage(self, count: int, fix: str = "") -> Problem | None:
         """Why ``count`` ids cannot be taken, or None when they can."""
@@ -58,9 +63,8 @@ class Allocator:
 
         The caller has asked ``shortage`` before: nothing is checked here.
         """
-        top = self._stack.size - self.free
-        taken = self._stack[top : top + count].copy()
-        self.free -= count
+        taken = self._stack[self._top : self._top + count].copy()
+        self._top += count
         self.owners[taken] = 1
         return taken
 
@@ -104,9 +108,8 @@ class Allocator:
             self.give(ids)
 
     def _push(self, freed: Int64) -> None:
-        self.free += freed.size
-        top = self._stack.size - self.free
-        self._stack[top : top + freed.size] = freed
+        top, self._top = self._top, self._top - freed.size
+        self._stack[self._top : top] = freed
 
     def _is_last(self, ids: Int64) -> Bool:
         """Of each id, the last mention in ``ids``: bool [n]. It takes no sorting."""

@@ -24,7 +24,7 @@ Tokens: TypeAlias = Int64
 Pages: TypeAlias = Int64
 Slots: TypeAlias = Int64
 Rows: TypeAlias = Int64
-Columns: TypeAlias = Int64
+Columns: TypeAlias = Int64 | Int32
 Cells: TypeAlias = Int64
 Entries: TypeAlias = Int64
 
