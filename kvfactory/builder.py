@@ -7,15 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvfactory.backends import BACKENDS, AttentionRunner, Resources
+from kvfactory.backends import BACKENDS, AttentionRunner, Resources, SelectRunner
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
-from kvfactory.cache import Cache, Parts
-from kvfactory.cacheplan import CachePlan
+from kvfactory.cache import Cache
+from kvfactory.cacheplan import Attention, CachePlan, Select
 from kvfactory.calibration import required_constants
 from kvfactory.checkpoint import read_constants
 from kvfactory.errors import BuildError, Problem
 from kvfactory.memory import MEMORIES
+from kvfactory.parts import Parts
 from kvfactory.pools import Pool
 from kvfactory.quant import resolve_codec
 from kvfactory.steps import StepBuffers
@@ -31,15 +32,19 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
     target = device or plan.spec.device.type
     _check_device(plan, torch.device(target))
     arena = _allocate(plan, target)
-    pools = {group.name: Pool(group, arena) for group in plan.groups}
-    _load_constants(plan, pools)
+    backed = _placeholder(plan) if plan.counted_bytes else arena
+    pools = {group.name: Pool(group, backed) for group in (*plan.groups, *plan.annexes)}
+    if not plan.counted_bytes:
+        _load_constants(plan, pools)
+    runners, selectors = _bind(plan, pools, arena)
     return Cache(
         Parts(
             plan=plan,
             arena=arena,
             books=Books(books_shape(plan)),
             pools=pools,
-            runners=_bind(plan, pools, arena),
+            runners=runners,
+            selectors=selectors,
             buffers=StepBuffers(plan, arena),
         )
     )
@@ -62,18 +67,31 @@ def _load_constants(plan: CachePlan, pools: Mapping[str, Pool]) -> None:
         pool.set_constants({key: value for key, value in values.items() if key in own})
 
 
-def _bind(plan: CachePlan, pools: Mapping[str, Pool], arena: Tensor) -> dict[str, AttentionRunner]:
+def _placeholder(plan: CachePlan) -> Tensor:
+    """What groups that are only counted lie in: addresses without bytes."""
+    return torch.empty(plan.counted_bytes, dtype=torch.uint8, device="meta")
+
+
+def _bind(
+    plan: CachePlan, pools: Mapping[str, Pool], arena: Tensor
+) -> tuple[dict[str, AttentionRunner], dict[str, SelectRunner]]:
     runners: dict[str, AttentionRunner] = {}
+    selectors: dict[str, SelectRunner] = {}
     for name in dict.fromkeys(group.choice.backend for group in plan.groups if group.choice):
-        served = tuple(g for g in plan.groups if g.choice and g.choice.backend == name)
+        served = [g for g in plan.groups if g.choice and g.choice.backend == name]
         spaces = {
             w.use: arena[w.offset : w.offset + w.num_bytes]
             for w in plan.workspaces
             if w.backend == name
         }
-        backend = BACKENDS.get(name, "backend.name")
-        runners |= backend.bind(served, Resources(plan, pools, spaces))
-    return runners
+        backend, resources = BACKENDS.get(name, "backend.name"), Resources(plan, pools, spaces)
+        attending = [group for group in served if isinstance(group.work, Attention)]
+        selecting = [group for group in served if isinstance(group.work, Select)]
+        if attending:
+            runners |= backend.bind(attending, resources)
+        if selecting:
+            selectors |= backend.selectors(selecting, resources)
+    return runners, selectors
 
 
 def _check_device(plan: CachePlan, device: torch.device) -> None:

@@ -6,48 +6,39 @@ stream; nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvfactory.backends import AttendExtra, AttentionRunner
-from kvfactory.books import Accepted, Books, Committed, Segment, StepRecord
+from kvfactory.books import Accepted, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
-from kvfactory.cacheplan import CachePlan, GroupPlan
-from kvfactory.entries import entry_slots
+from kvfactory.cacheplan import GroupPlan
+from kvfactory.gate import Gate
 from kvfactory.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
+from kvfactory.layerwork import LayerWork
+from kvfactory.parts import Parts
 from kvfactory.pools import Pool
-from kvfactory.routing import Route, Router
-from kvfactory.steps import Step, StepBuffers
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What ``build`` made of a plan."""
-
-    plan: CachePlan
-    arena: Tensor
-    books: Books
-    pools: Mapping[str, Pool]
-    runners: Mapping[str, AttentionRunner]
-    buffers: StepBuffers
+from kvfactory.states import DeviceCounts, StateStore, StateViews
+from kvfactory.steps import Step
 
 
 class Cache:
     """A model's whole cache; made by ``kvfactory.build``.
 
-    ``plan`` is the plan it was built from, ``books`` the host's truth about who owns what.
+    ``plan`` is the plan it was built from, ``books`` the host's truth about who owns what,
+    ``states`` what a prefix cache and replay rings do with recurrent states.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._router = Router(parts.plan)
+        self._work = LayerWork(parts)
         self._graphs = 0
         self.plan = parts.plan
         self.books = parts.books
+        self.states = StateStore(parts.plan, parts.pools, parts.books)
 
     # ---- sequences ---------------------------------------------------------------------------
 
@@ -70,6 +61,7 @@ class Cache:
 
     def fork(self, sequence: SequenceId, count: int) -> list[SequenceId]:
         """``count`` sequences with the committed history of ``sequence``, sharing its pages."""
+        self.states.check_flushed(sequence)
         return self.books.fork(sequence, count)
 
     def close(self, sequences: Sequence[SequenceId]) -> None:
@@ -78,6 +70,7 @@ class Cache:
 
     def hold(self, sequence: SequenceId, tokens: int) -> Segment:
         """A committed prefix of ``sequence``, up to ``tokens``, owned outside of it."""
+        self.states.check_flushed(sequence)
         return self.books.hold(sequence, tokens)
 
     def release(self, segment: Segment) -> None:
@@ -112,14 +105,10 @@ class Cache:
 
     def _start(self, record: StepRecord) -> Step:
         """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
-        for group in self.plan.groups:
-            pool = self._parts.pools[group.name]
-            state = record.states.get(group.table)
-            copies = state.copies if state else record.tables[group.table].copies
-            if len(copies):
-                pool.move_pages(copies[:, 1].tolist(), copies[:, 0].tolist())
-            if state is not None and state.fresh.any():
-                pool.zero(state.slots[state.fresh].tolist())
+        for group, pool in self._parts.stored():
+            if group.table in record.tables and len(copies := record.tables[group.table].copies):
+                pool.copy_pages(copies)
+        self.states.begin(record)
         self._parts.buffers.update_tables(record)
         step = self._parts.buffers.fill(record)
         for runner in self._parts.runners.values():
@@ -128,7 +117,7 @@ class Cache:
             runner.begin(step)
         return step
 
-    def commit(self, step: Step, accepted: Accepted = None) -> Committed:
+    def commit(self, step: Step, accepted: Accepted | Tensor = None) -> Committed:
         """Make the accepted tokens of the oldest open step permanent and return the rest's pages.
 
         ``accepted``: None for all, counts int [batch] on the host or the device, or for a draft
@@ -137,12 +126,15 @@ class Cache:
         Raises:
             BooksError: a step that is not the oldest open one, or impossible counts.
         """
+        if isinstance(accepted, Tensor):
+            accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
         done = self.books.commit(step.host, accepted)
-        for group in self.plan.groups:
+        self.states.commit(step, done, accepted)
+        for group, pool in self._parts.stored():
             moves = done.moves.get(group.table)
             if moves is not None and len(moves):
                 source, target = torch.from_numpy(moves).unbind(1)
-                self._parts.pools[group.name].move(target, source)
+                pool.move(target, source)
         return done
 
     # ---- graphs ------------------------------------------------------------------------------
@@ -200,39 +192,80 @@ class Cache:
         Raises:
             SpecError: a layer that attends in no or several groups, or tensors of a wrong shape.
         """
-        route = self._router.attention(layer, group)
         if k is not None:
-            self._write(route, k, v, step)
-        runner = self._parts.runners[route.group.name]
-        extra = AttendExtra(
-            new_k=k if runner.takes_new else None,
-            new_v=v if runner.takes_new else None,
-            mask=mask,
-            sinks=sinks,
-            select=select,
-        )
-        return runner.attend(route.index, q, step, extra)
+            self._work.write(layer, step, {"k": k, "v": v}, group)
+        route = self._work.router.attention(layer, group)
+        extra = AttendExtra(mask=mask, sinks=sinks, select=select)
+        return self._work.attend(route, q, step, (k, v), extra)
 
-    def _write(self, route: Route, k: Tensor, v: Tensor | None, step: Step) -> None:
-        rows = {
-            tensor.name: value.unsqueeze(1) if value.dim() == 2 else value
-            for tensor, value in zip(route.group.tensors, (k, v), strict=False)
-            if value is not None
-        }
-        route.check_writable(len(rows))
-        slots = entry_slots(route.group, step)
-        self._parts.pools[route.group.name].write(route.index, slots, **rows)
+    def select(
+        self,
+        layer: int,
+        q_index: Tensor,
+        k_index: Tensor | None,
+        step: Step,
+        *,
+        weights: Tensor | None = None,
+        v_index: Tensor | None = None,
+        group: str = "",
+    ) -> Tensor:
+        """Write the index keys of the step's new entries, then select what each token attends to.
+
+        ``q_index`` [tokens, index_heads, head_dim], ``k_index`` [entries, head_dim], ``v_index``
+        [entries, v_head_dim] where the group keeps index values, ``weights`` float [tokens,
+        index_heads]. Out: token positions int32 [tokens, width], ascending, -1 padded, for
+        ``attend(select=)`` of this layer and of later ones without index keys. ``k_index = None``
+        only reads: the keys were given to ``write``.
+
+        Raises:
+            SpecError: a layer without index keys, or tensors of a wrong shape.
+        """
+        if k_index is not None:
+            self._work.write(layer, step, {"index_k": k_index, "index_v": v_index}, group)
+        return self._work.select(self._work.router.index(layer, group), q_index, step, weights)
+
+    def write(self, layer: int, step: Step, *, group: str = "", **rows: Tensor | None) -> None:
+        """Write several groups of ``layer`` at once, or nothing: K and V, and index keys.
+
+        ``k=`` and ``v=`` as for ``attend``, ``index_k=`` and ``index_v=`` as for ``select``, which
+        then have None for them; ``group`` names the attention group where there are two. Of
+        groups with ``tokens_per_entry`` one row for each entry that the step completes.
+
+        Raises:
+            SpecError: an unknown name, a layer without such a group, or tensors of a wrong shape.
+        """
+        self._work.write(layer, step, rows, group)
+
+    def gate(self, layers: Sequence[int] | None = None) -> Gate:
+        """A closed gate before ``layers`` (None: all), for a load that arrives layer by layer.
+
+        ``attend`` and ``select`` of a layer wait until ``gate.open(layer)``.
+        """
+        return self._work.gate(None if layers is None else tuple(layers))
+
+    def state(self, layer: int, step: Step, group: str = "") -> StateViews:
+        """The recurrent states of ``layer`` for the step's kernels: see ``StateViews``.
+
+        Raises:
+            SpecError: a layer of no or several recurrent groups.
+        """
+        route = self._work.router.recurrence(layer, group)
+        return self.states.views(route.group, route.index, step)
 
     # ---- lower doors -------------------------------------------------------------------------
 
     def pool(self, layer: int, group: str = "") -> tuple[Pool, int]:
         """The pool that keeps ``layer`` and the layer's index in it; ``group`` where it has two."""
-        route = self._router.storage(layer, group)
+        route = self._work.router.storage(layer, group)
         return self._parts.pools[route.group.name], route.index
 
     def backend(self, layer: int, group: str = "") -> AttentionRunner:
         """The backend that attends for ``layer``."""
-        return self._parts.runners[self._router.attention(layer, group).group.name]
+        return self._work.runner(self._work.router.attention(layer, group).group)
+
+    def selector_of(self, layer: int) -> int | None:
+        """The layer whose selection ``layer`` attends over, itself included; None for no layer."""
+        return self._work.router.selector_of(layer)
 
     def groups(self, layer: int) -> tuple[GroupPlan, ...]:
         """The groups that ``layer`` keeps or reads something in."""

@@ -230,6 +230,8 @@ class Row:
 class CachePlan:
     """Everything that ``build`` will allocate. ``bytes`` is the sum of ``rows``.
 
+    ``counted_bytes`` are those of groups that no memory backs (``memory=null``), which lie in an
+    address space of their own.
     ``annexes`` are snapshots and checkpoints of recurrent groups, which no sequence owns.
     ``step_bytes`` apart are the fields of one open step. ``binding`` says in words what limits
     the number of requests; ``notes`` are settings that had no effect.
@@ -248,6 +250,7 @@ class CachePlan:
     binding: str
     notes: tuple[str, ...]
     annexes: tuple[GroupPlan, ...] = ()
+    counted_bytes: int = 0
 
     @property
     def bytes(self) -> int:

@@ -15,6 +15,11 @@ class Memory(Protocol):
     """A source of device bytes. ``device_types`` are the targets it can serve."""
 
     @property
+    def stores(self) -> bool:
+        """Whether it backs what groups keep; where not, their capacity is counted only."""
+        ...
+
+    @property
     def name(self) -> str:
         """The name in configs."""
         ...
@@ -37,6 +42,7 @@ class TorchMemory:
     device_types: frozenset[str]
     place: str = ""
     pinned: bool = False
+    stores: bool = True
 
     def allocate(self, num_bytes: int, device: str) -> Tensor:
         """A zeroed uint8 tensor of ``num_bytes`` on ``place`` or ``device``."""
@@ -52,6 +58,7 @@ PLUGINS = (
     TorchMemory("cpu", frozenset({"cpu"}), place="cpu"),
     TorchMemory("pinned", frozenset({"cuda"}), place="cpu", pinned=True),
     TorchMemory("meta", frozenset({"cpu", "cuda"}), place="meta"),
+    TorchMemory("null", frozenset({"cpu", "cuda"}), stores=False),
 )
 
 MEMORIES: Registry[Memory] = Registry("memory", "kvfactory.memory", "kvfactory.memories")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvfactory.annexes import draft_annexes, fixed_slots
 from kvfactory.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
 from kvfactory.backends.contract import BACKENDS, Backend, refusals
-from kvfactory.cacheplan import Attention, CachePlan, Choice, GroupPlan, Workspace
+from kvfactory.cacheplan import Attention, CachePlan, Choice, GroupPlan, Select, Workspace
 from kvfactory.errors import CapabilityError, Problem
 from kvfactory.grouping import Draft, Findings, draft_groups
 from kvfactory.memory import MEMORIES
@@ -29,14 +29,24 @@ def plan(spec: Spec) -> CachePlan:
     drafts = draft_groups(spec, findings)
     tables = draft_tables(drafts, spec)
     drafts = (*drafts, *draft_annexes(spec, drafts, findings))
-    planner = _Planner(spec, drafts, tables, {})
+    stores = MEMORIES.get(memory, "memory.name").stores
+    planner = _Planner(spec, drafts, tables, {}, stores)
     first = sizes_for(1, [table.key for table in tables], spec)
-    choices = _choose(planner.lay(first).groups, spec)
-    planner = _Planner(spec, drafts, tables, choices)
+    choices = _choose(planner.lay(first).groups, spec) if stores else {}
+    planner = _Planner(spec, drafts, tables, choices, stores)
     sizes, binding = solve(tables, spec, planner.count)
     laid = replace(planner.lay(sizes), memory=memory, binding=binding)
     _confirm(laid)
-    return replace(laid, notes=(*findings.notes, *_crowded(laid)))
+    return replace(laid, notes=(*findings.notes, *_crowded(laid), *_counted(laid)))
+
+
+def _counted(laid: CachePlan) -> Iterator[str]:
+    """That nothing is stored, where it is so."""
+    if laid.counted_bytes:
+        yield (
+            f"memory={laid.memory} stores nothing: {laid.counted_bytes:,} B of groups are counted,"
+            " not allocated"
+        )
 
 
 def _crowded(laid: CachePlan) -> Iterator[str]:
@@ -58,8 +68,10 @@ class _Planner:
         drafts: Sequence[Draft],
         tables: Sequence[TableDraft],
         choices: Mapping[str, Choice],
+        stores: bool,
     ) -> None:
         self.spec, self.drafts, self.tables, self.choices = spec, drafts, tables, choices
+        self.stores = stores
         self.names = {table.key: table.name for table in tables}
 
     def count(self, sizes: Sizes) -> int:
@@ -71,7 +83,8 @@ class _Planner:
         fixed = fixed_slots(self.drafts, sizes.limits, self.spec)
         full = replace(sizes, pages={**sizes.pages, **fixed})
         names = {**self.names, **{key: f"by {key.lifetime.name}" for key in fixed}}
-        laid = lay_groups(arena, self.drafts, names, full, align)
+        regions = arena if self.stores else Arena(align)
+        laid = lay_groups(regions, self.drafts, names, full, align)
         beside = set(names.values()) - set(self.names.values())
         groups = tuple(
             replace(g, choice=self.choices.get(g.name)) for g in laid if g.table not in beside
@@ -93,6 +106,7 @@ class _Planner:
             binding="",
             notes=(),
             annexes=tuple(group for group in laid if group.table in beside),
+            counted_bytes=0 if self.stores else regions.cursor,
         )
 
     def _workspaces(
@@ -121,6 +135,9 @@ def _memory(spec: Spec, findings: Findings) -> str:
     if device.type not in memory.device_types:
         need = f"memory for a device of type {device.type}"
         findings.problems.append(Problem("memory.name", repr(name), need, "memory=auto"))
+    if not memory.stores and spec.memory.budget is not None:
+        got, need = f"{spec.memory.budget} B beside memory={name}", "a workload or memory.tokens"
+        findings.problems.append(Problem("memory.budget", got, need, "memory.budget=null"))
     return name
 
 
@@ -128,14 +145,14 @@ def _memory(spec: Spec, findings: Findings) -> str:
 
 
 def _choose(groups: Sequence[GroupPlan], spec: Spec) -> dict[str, Choice]:
-    """The backend of every attention group, the highest rank first under ``auto``."""
+    """The backend of every group that attends or selects, the highest rank first under ``auto``."""
     asked = spec.backend.name
     names = BACKENDS.names() if asked == "auto" else (asked,)
     ranked = sorted((BACKENDS.get(name, "backend.name") for name in names), key=lambda b: -b.rank)
     wrong: list[Problem] = []
     chosen: dict[str, Choice] = {}
     for group in groups:
-        if isinstance(group.work, Attention):
+        if isinstance(group.work, Attention | Select):
             choice = _first_fit(group, ranked, spec)
             if choice.backend:
                 chosen[group.name] = choice

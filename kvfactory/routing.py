@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvfactory.cacheplan import Attention, CachePlan, GroupPlan
+from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, Recurrence, Select
 from kvfactory.errors import Problem, SpecError
 
 
@@ -26,14 +26,12 @@ class Route:
         """
         stored = len(self.group.tensors)
         if self.alias:
-            need = "k=None and v=None: the layer reads the cache of an earlier one"
-            raise SpecError(Problem(f"attend(layer={self.layer})", "k and v", need))
+            need = "nothing to write: the layer reads the cache of an earlier one"
+            raise SpecError(Problem(f"layer {self.layer}", f"{given} tensors to write", need))
         if given != stored:
             names = " and ".join(tensor.name for tensor in self.group.tensors)
             need = f"{stored} ({names}, group {self.group.name})"
-            raise SpecError(
-                Problem(f"attend(layer={self.layer})", f"{given} tensors to write", need)
-            )
+            raise SpecError(Problem(f"layer {self.layer}", f"{given} tensors to write", need))
 
 
 class Router:
@@ -54,6 +52,34 @@ class Router:
             SpecError: none, or several and no ``group`` to tell them apart.
         """
         return self._only(layer, group, lambda route: isinstance(route.group.work, Attention))
+
+    def index(self, layer: int, group: str) -> Route:
+        """The route of ``layer`` among groups that select.
+
+        Raises:
+            SpecError: none: the layer uses the selection of the layer that ``selector_of`` names.
+        """
+        return self._only(layer, group, lambda route: isinstance(route.group.work, Select))
+
+    def selector_of(self, layer: int) -> int | None:
+        """The layer whose selection ``layer`` attends over: itself or the last one before it with
+        index keys for its group; None where it attends over everything.
+        """
+        mine = {route.group.group for route in self._routes.get(layer, [])}
+        for owner in range(layer, -1, -1):
+            for route in self._routes.get(owner, []):
+                work = route.group.work
+                if isinstance(work, Select) and work.selects in mine and not route.alias:
+                    return owner
+        return None
+
+    def recurrence(self, layer: int, group: str) -> Route:
+        """The route of ``layer`` among groups of recurrent states.
+
+        Raises:
+            SpecError: as ``attention``.
+        """
+        return self._only(layer, group, lambda route: isinstance(route.group.work, Recurrence))
 
     def storage(self, layer: int, group: str) -> Route:
         """The route of ``layer`` among all groups."""

@@ -7,6 +7,7 @@ from kvfactory.backends.contract import (
     Backend,
     Needs,
     Resources,
+    SelectRunner,
     refusals,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "Backend",
     "Needs",
     "Resources",
+    "SelectRunner",
     "refusals",
 ]

@@ -79,6 +79,17 @@ class AttentionRunner(Protocol):
         ...
 
 
+class SelectRunner(Protocol):
+    """A backend bound to the pool of an index group; made at build, called every step."""
+
+    def select(self, layer_index: int, q: Tensor, step: Step, weights: Tensor | None) -> Tensor:
+        """Token positions int32 [tokens, width] that each new token attends to, -1 padded.
+
+        ``q`` [tokens, index_heads, dim], ``weights`` float [tokens, index_heads] or None.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class AttendExtra:
     """What one call of attend adds to the group's constants.
@@ -137,11 +148,17 @@ class Backend(Protocol):
     def bind(
         self, groups: Sequence[GroupPlan], resources: Resources
     ) -> Mapping[str, AttentionRunner]:
-        """A runner per group name, for the ``groups`` that it serves.
+        """A runner per group name, for the attention ``groups`` that it serves.
 
         Raises:
             BuildError: a library that it calls is missing here.
         """
+        ...
+
+    def selectors(
+        self, groups: Sequence[GroupPlan], resources: Resources
+    ) -> Mapping[str, SelectRunner]:
+        """A runner per group name, for the index ``groups`` that it serves."""
         ...
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvfactory.backends.contract import AttentionRunner, Needs, Resources, refusals
+from kvfactory.backends.contract import AttentionRunner, Needs, Resources, SelectRunner, refusals
 from kvfactory.cacheplan import GroupPlan, Limits
 from kvfactory.errors import SpecError
 from kvfactory.flashinfer_runtime.sizes import Served, serve, workspace_bytes
@@ -77,6 +77,12 @@ class FlashInferBackend:
         from kvfactory.flashinfer_runtime.library import installed
 
         return bind(self.served(groups, resources.plan.spec), resources, installed())
+
+    def selectors(
+        self, groups: Sequence[GroupPlan], resources: Resources
+    ) -> Mapping[str, SelectRunner]:
+        """None: it has no kernels that select."""
+        return {}
 
 
 def in_place_needs() -> Needs:

@@ -6,21 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvfactory.backends.contract import AttendExtra, AttentionRunner, Needs, Resources
+from kvfactory.backends.contract import (
+    AttendExtra,
+    AttentionRunner,
+    Needs,
+    Resources,
+    SelectRunner,
+)
 from kvfactory.cacheplan import GroupPlan, Limits
 from kvfactory.spec import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvfactory.reference import Oracle
+    from kvfactory.reference import Oracle, Selector
     from kvfactory.steps import Step
 
 
 FEATURES = frozenset(
     {"window", "chunk", "soft_cap", "sinks", "non_causal", "cross", "k_only", "entries"}
     | {"unequal_head_dims"}
-    | {"mla", "mla_window", "mla_soft_cap", "mla_exact", "exact", "selected"}
+    | {"mla", "mla_window", "mla_soft_cap", "mla_exact", "exact", "selected", "select"}
     | {"center", "center_with_soft_cap", "scale_per_head", "deterministic"}
     | {"deterministic_ragged"}
 )
@@ -43,6 +49,17 @@ class OracleRunner:
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
         """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
         return self.oracle.attend(layer_index, q, step, extra)
+
+
+@dataclass(frozen=True)
+class OracleSelector:
+    """The oracle's selection over one index group."""
+
+    selector: Selector
+
+    def select(self, layer_index: int, q: Tensor, step: Step, weights: Tensor | None) -> Tensor:
+        """Token positions int32 [tokens, width] that each new token attends to, -1 padded."""
+        return self.selector.select(layer_index, q, step, weights).positions
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,17 @@ class TorchBackend:
         exact = resources.plan.spec.backend.new_tokens == "exact"
         return {
             group.name: OracleRunner(Oracle(group, resources.pools[group.name]), exact)
+            for group in groups
+        }
+
+    def selectors(
+        self, groups: Sequence[GroupPlan], resources: Resources
+    ) -> Mapping[str, SelectRunner]:
+        """Selection over each index group's pool."""
+        from kvfactory.reference import Selector
+
+        return {
+            group.name: OracleSelector(Selector(group, resources.pools[group.name]))
             for group in groups
         }
 

@@ -323,9 +323,8 @@ class Books:
     def reserve(self, tokens: int, cross_tokens: int = 0) -> Segment:
         """A held segment [0, tokens) of new pages and state slots, to be filled from outside.
 
-        After that, ``open`` with it as prefix and ``release`` hand it to a sequence, state slot
-        included: nothing is copied. State copies that were due before must be made (``copies``)
-        before the state slots are filled.
+        After that ``adopt`` hands it to a sequence: nothing is copied. State copies that were due
+        before must be made (``copies``) before the state slots are filled.
 
         Raises:
             OutOfPages: pages or state slots are short; nothing is taken.
@@ -334,6 +333,20 @@ class Books:
         self.settle()
         checks.reserve(self._ledger, tokens, cross_tokens)
         return self._segments.add(self._ledger.reserve(tokens, cross_tokens))
+
+    def adopt(self, segment: Segment) -> Sequence:
+        """A sequence that takes a held segment over: its pages and state slots, nothing copied.
+
+        Raises:
+            OutOfPages: request rows or tracking slots are short; nothing is taken.
+            BooksError: a segment that is released, begins after 0, or has a checkpoint for a slot.
+        """
+        self.settle()
+        chain = self._segments.chain([segment])
+        checks.adopt(self._ledger, segment)
+        rows = self._ledger.inherit(chain[0])
+        self._segments.remove(segment)
+        return self._ledger.requests.handles(rows)[0]
 
     def copies(self) -> dict[str, Int64]:
         """State copies due now, by table: (source place, destination place) int64 [n, 2].

@@ -175,6 +175,21 @@ def _released(ledger: Ledger, row: int, start: int, stop: int) -> Iterator[Probl
             yield Problem(table.path, got, f"token {needed} for a query at {stop}")
 
 
+def adopt(ledger: Ledger, segment: Segment) -> None:
+    """Refuse a segment whose states lie in checkpoints: those are copied, never taken over.
+
+    Raises:
+        BooksError: why not.
+    """
+    problems = [
+        Problem(f"states.{name}", "a state in a checkpoint", "a state slot, or open(prefix=)")
+        for name, state in ledger.states.items()
+        if segment.slots[name] >= state.shape.num_slots
+    ]
+    if problems:
+        raise BooksError(*problems)
+
+
 def _unwritten(ledger: Ledger, row: int) -> Iterator[Problem]:
     for encoder in ledger.encoders.values():
         if not encoder.is_written(row):

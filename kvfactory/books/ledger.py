@@ -87,6 +87,25 @@ class Ledger:
             state.assign(rows, chain[-1].slots[name] if chain else SINK)
         return rows
 
+    def inherit(self, segment: Segment) -> Rows:
+        """Open a row with the pages, state slots and encoder tokens of ``segment``.
+
+        Raises:
+            OutOfPages: rows or tracking slots are short; nothing is taken then.
+        """
+        eager = [(state.slots, state.tracking.eager) for state in self.states.values()]
+        require((self.requests.rows, 1), *eager)
+        rows = self.requests.admit(1, segment.stop)
+        for name, table in self.tables.items():
+            table.adopt(rows, [segment.parts[name]], segment.stop)
+        for name, encoder in self.encoders.items():
+            encoder.adopt(rows, segment.parts[name], segment.cross_tokens)
+        for name, table in self.page_tables.items():
+            table.pages.give(segment.parts[name].pages)
+        for name, state in self.states.items():
+            state.inherit(int(rows[0]), segment.slots[name])
+        return rows
+
     def vacate(self, rows: Rows) -> None:
         """Return everything that retired rows hold."""
         for table in self.tables.values():

@@ -48,6 +48,11 @@ class StateTable:
         if source != SINK:
             self._copy(source, taken)
 
+    def inherit(self, row: int, slot: int) -> None:
+        """Make ``slot`` of nobody the one of a fresh ``row``; tracking slots are taken."""
+        self.slot[row] = slot
+        self.tracking.assign(np.array([row]), self.slots)
+
     def source(self, row: int) -> int:
         """The place of the state of ``row``: the sink where there is none yet."""
         slot = int(self.slot[row])

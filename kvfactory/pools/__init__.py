@@ -2,7 +2,7 @@
 
 from kvfactory.pools.image import PageImage
 from kvfactory.pools.ops import Keep, MakeOps, Ops
-from kvfactory.pools.pool import PlaneBytes, Pool
+from kvfactory.pools.pool import PlaneBytes, Pool, Write
 from kvfactory.pools.slices import Slicing
 from kvfactory.pools.torch_ops import TorchOps
 from kvfactory.pools.transfer import Copy, Manifest, Region, copies
@@ -21,6 +21,7 @@ __all__ = [
     "Region",
     "Slicing",
     "TorchOps",
+    "Write",
     "copies",
     "group_views",
 ]

@@ -40,7 +40,8 @@ def storage(views: GroupViews) -> None:
     if views.arena.is_meta:
         path = f"pool of group {views.group.name}"
         need = "memory with storage to read or write"
-        raise BuildError(Problem(path, "memory=meta", need, "memory=auto"))
+        got = "memory=meta or null, which store nothing"
+        raise BuildError(Problem(path, got, need, "memory=auto"))
 
 
 def layer(views: GroupViews, layer_index: int) -> int:

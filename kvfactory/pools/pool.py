@@ -27,7 +27,7 @@ from kvfactory.errors import Problem, SpecError
 from kvfactory.pools import checks, image, slices, transfer
 from kvfactory.pools.checks import Ids
 from kvfactory.pools.constants import assign, fill_defaults, keys
-from kvfactory.pools.ops import Keep, MakeOps
+from kvfactory.pools.ops import Keep, MakeOps, Ops
 from kvfactory.pools.torch_ops import TorchOps
 from kvfactory.pools.views import group_views
 from kvfactory.quant.numerics import torch_dtype
@@ -40,6 +40,20 @@ class PlaneBytes:
     entry_bytes: int
     page_bytes: int
     pool_bytes: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """New rows of one layer, checked: tensor name -> float [n, *axes] for the ``target`` slots."""
+
+    ops: Ops
+    layer_index: int
+    target: checks.Entries
+    rows: Mapping[str, Tensor]
+
+    def run(self) -> None:
+        """Encode and store them."""
+        self.ops.write(self.layer_index, self.target.slots, self.rows, self.target.keep)
 
 
 class Pool:
@@ -106,11 +120,21 @@ class Pool:
         entries of row r are. All tensors of the group are written together; inputs may have any
         strides and are never changed.
         """
+        self.ready(layer_index, slots, mask, counts, **rows).run()
+
+    def ready(
+        self,
+        layer_index: int,
+        slots: Tensor,
+        mask: Tensor | None = None,
+        counts: Tensor | None = None,
+        **rows: Tensor,
+    ) -> Write:
+        """A ``write`` that was checked and not made, for several pools to write all or none."""
         checks.storage(self.bound)
         index = checks.layer(self.bound, layer_index)
         target = checks.entries(self.bound, slots, mask, counts)
-        flat = checks.rows(self.bound, rows, target.shape)
-        self.ops.write(index, target.slots, flat, target.keep)
+        return Write(self.ops, index, target, checks.rows(self.bound, rows, target.shape))
 
     def write_encoded(
         self,

@@ -14,10 +14,11 @@ from kvfactory.backends import AttendExtra, Resources
 from kvfactory.backends.flashinfer import FlashInferBackend
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
-from kvfactory.cache import Cache, Parts
+from kvfactory.cache import Cache
 from kvfactory.cacheplan import CachePlan, GroupPlan
 from kvfactory.flashinfer_runtime.bind import bind
 from kvfactory.flashinfer_runtime.library import Library
+from kvfactory.parts import Parts
 from kvfactory.planner import plan
 from kvfactory.pools import Pool
 from kvfactory.reference import Oracle

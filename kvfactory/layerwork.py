@@ -1,0 +1,123 @@
+"""The work of one layer in a step: write what is new, select, attend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvfactory.backends import AttendExtra, AttentionRunner, SelectRunner
+from kvfactory.cacheplan import GroupPlan
+from kvfactory.entries import entry_slots
+from kvfactory.errors import BuildError, Problem, SpecError, did_you_mean
+from kvfactory.gate import Gate
+from kvfactory.parts import Parts
+from kvfactory.pools import Write
+from kvfactory.routing import Route, Router
+from kvfactory.steps import Step
+
+ATTENTION_ROWS = ("k", "v")
+INDEX_ROWS = ("index_k", "index_v")
+
+
+class LayerWork:
+    """Writes, selections and attention of a cache's layers."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._gates: list[Gate] = []
+        self.router = Router(parts.plan)
+
+    def gate(self, layers: tuple[int, ...] | None) -> Gate:
+        """A closed gate before ``layers``, or all that keep something."""
+        kept = self._parts.plan.owners if layers is None else layers
+        gate = Gate(kept, self._parts.arena.device)
+        self._gates.append(gate)
+        return gate
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def write(self, layer: int, step: Step, rows: Mapping[str, Tensor | None], group: str) -> None:
+        """``Cache.write``: everything is checked before anything is written."""
+        given = {name: value for name, value in rows.items() if value is not None}
+        for name in given:
+            if name not in ATTENTION_ROWS + INDEX_ROWS:
+                known = ATTENTION_ROWS + INDEX_ROWS
+                need = f"one of {', '.join(known)}"
+                close = did_you_mean(name, known)
+                raise SpecError(Problem(f"write({name}=)", "an unknown row", need, close))
+        writes: list[Write] = []
+        if not given.keys().isdisjoint(ATTENTION_ROWS):
+            route = self.router.attention(layer, group)
+            writes.append(self._ready(route, step, given, ATTENTION_ROWS))
+        if not given.keys().isdisjoint(INDEX_ROWS):
+            writes.append(self._ready(self.router.index(layer, ""), step, given, INDEX_ROWS))
+        for write in writes:
+            write.run()
+
+    def _ready(
+        self, route: Route, step: Step, given: Mapping[str, Tensor], names: tuple[str, str]
+    ) -> Write:
+        values = [given[name] for name in names if name in given]
+        route.check_writable(len(values))
+        rows = {
+            tensor.name: value.unsqueeze(1) if value.dim() == 2 else value
+            for tensor, value in zip(route.group.tensors, values, strict=True)
+        }
+        slots = entry_slots(route.group, step)
+        return self._parts.pools[route.group.name].ready(route.index, slots, **rows)
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> Tensor:
+        """Selection over the index keys of ``route``."""
+        runner = self.selector(route.group)
+        self._pass_gates(route)
+        return runner.select(route.index, q, step, weights)
+
+    def attend(
+        self,
+        route: Route,
+        q: Tensor,
+        step: Step,
+        new: tuple[Tensor | None, Tensor | None],
+        extra: AttendExtra,
+    ) -> Tensor:
+        """Attention over what ``route`` holds; ``new`` are K and V as they came."""
+        runner = self.runner(route.group)
+        self._pass_gates(route)
+        if runner.takes_new:
+            extra = replace(extra, new_k=new[0], new_v=new[1])
+        return runner.attend(route.index, q, step, extra)
+
+    def runner(self, group: GroupPlan) -> AttentionRunner:
+        """The backend that attends over ``group``.
+
+        Raises:
+            BuildError: the memory stores nothing to attend over.
+        """
+        if group.name not in self._parts.runners:
+            raise BuildError(_nothing_stored(group, "attend over"))
+        return self._parts.runners[group.name]
+
+    def selector(self, group: GroupPlan) -> SelectRunner:
+        """The backend that selects among the index keys of ``group``.
+
+        Raises:
+            BuildError: the memory stores nothing to select from.
+        """
+        if group.name not in self._parts.selectors:
+            raise BuildError(_nothing_stored(group, "select from"))
+        return self._parts.selectors[group.name]
+
+    def _pass_gates(self, route: Route) -> None:
+        for gate in self._gates:
+            gate.wait(route.group.layers[route.index])
+        if self._gates:
+            self._gates = [gate for gate in self._gates if not gate.done]
+
+
+def _nothing_stored(group: GroupPlan, use: str) -> Problem:
+    got = "memory that stores nothing"
+    return Problem(f"group {group.name}", got, f"memory with storage to {use}", "memory=auto")

@@ -1,0 +1,40 @@
+"""What ``build`` makes of a plan, and the copies that all groups of a table share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvfactory.backends import AttentionRunner, SelectRunner
+from kvfactory.books import Books
+from kvfactory.cacheplan import CachePlan, GroupPlan
+from kvfactory.pools import Pool
+from kvfactory.steps import StepBuffers
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A plan's memory, pools, books and backends; pools, runners and selectors by group name."""
+
+    plan: CachePlan
+    arena: Tensor
+    books: Books
+    pools: Mapping[str, Pool]
+    runners: Mapping[str, AttentionRunner]
+    buffers: StepBuffers
+    selectors: Mapping[str, SelectRunner] = field(default_factory=dict)
+
+    def stored(self) -> Iterator[tuple[GroupPlan, Pool]]:
+        """Groups with their pools, none where the memory stores nothing."""
+        if not self.plan.counted_bytes:
+            yield from ((group, self.pools[group.name]) for group in self.plan.groups)
+
+    def copy_pages(self, table: str, pairs: NDArray[np.int64]) -> None:
+        """Copy whole pages (state slots) of all groups in ``table``: [n, 2] of (source, target)."""
+        for group, pool in self.stored() if len(pairs) else ():
+            if group.table == table:
+                pool.copy_pages(pairs)
