@@ -1,0 +1,171 @@
+"""Replay rings: what drove the last tokens of a state, kept to be folded into it later.
+
+A record is the key, value, gate (log decay) and, under the delta rule of drafts, beta of a token.
+Folding replays records through the recurrence (``reference.recurrence``), token by token: what it
+gives is what computing the tokens one by one would have given. Nothing here waits for the device.
+
+The cursor of a slot counts its ``pending`` records, names the place of the oldest (``base``), and
+flags whether its last commit folded them. Every layer has one, so that layers do not wait for one
+another. ``Mirror`` follows the pending records on the host, for refusals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvfactory.annexes import CURSOR
+from kvfactory.geometry import Heads
+from kvfactory.pools import Pool
+from kvfactory.reference.recurrence import Drive, scan
+from kvfactory.states.planes import fetch, store
+
+PENDING, BASE, FLUSH = range(len(CURSOR))
+RECORDS = ("value", "key", "gate", "beta")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring of one group beside the pool of its states.
+
+    ``tokens`` records fit; a step verifies up to ``drafts`` (0 for a ring of decodes).
+    """
+
+    pool: Pool
+    states: Pool
+    heads: Heads
+    tokens: int
+    drafts: int
+
+    @property
+    def has_cursor(self) -> bool:
+        """Whether records outlive a commit."""
+        return self.pool.group.has("cursor")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of a recurrent state in stored order."""
+        return tuple(name for name, _ in self.states.group.tensor("recurrent").logical.axes)
+
+    def cursor(self, layer_index: int, slots: Tensor) -> Tensor:
+        """Cursors [n, 3] int64; those of a ring without them are 0."""
+        if not self.has_cursor:
+            return slots.new_zeros(len(slots), len(CURSOR))
+        return fetch(self.pool, layer_index, slots, "cursor").long()
+
+    def set_cursor(self, layer_index: int, slots: Tensor, cursor: Tensor) -> None:
+        """Write cursors [n, 3], if the ring has them."""
+        if self.has_cursor:
+            store(self.pool, layer_index, slots, "cursor", cursor)
+
+    def current(self, layer_index: int, slots: Tensor) -> Tensor:
+        """States [n, *axes] with all pending records folded in; the pool is left alone."""
+        state = fetch(self.states, layer_index, slots, "recurrent")
+        if not self.has_cursor:
+            return state
+        cursor = self.cursor(layer_index, slots)
+        return self.folded(layer_index, slots, cursor[:, BASE], cursor[:, PENDING])
+
+    def folded(self, layer_index: int, slots: Tensor, base: Tensor, counts: Tensor) -> Tensor:
+        """States [n, *axes] after ``counts`` int64 [n] records from place ``base`` int64 [n] on."""
+        state = fetch(self.states, layer_index, slots, "recurrent")
+        order = torch.arange(self.tokens, device=slots.device)
+        places = (base[:, None] + order) % self.tokens
+        kept = order < counts[:, None]
+        records = {
+            name: fetch(self.pool, layer_index, slots, name).gather(1, _like(places, rows))
+            for name, rows in self._shapes(len(slots))
+        }
+        drive = self._drive(records, kept)
+        return scan(state, self.axes, drive)[1].to(state.dtype)
+
+    def _shapes(self, count: int) -> list[tuple[str, tuple[int, ...]]]:
+        return [
+            (t.name, (count, *(extent for _, extent in t.logical.axes)))
+            for t in self.pool.group.tensors
+            if t.name in RECORDS
+        ]
+
+    def _drive(self, records: dict[str, Tensor], kept: Tensor) -> Drive:
+        """The drive of ``records``; those not ``kept`` bool [n, tokens] leave a state as it is."""
+        masked = {name: x.float() * _like(kept, x.shape) for name, x in records.items()}
+        key = masked["key"].repeat_interleave(self.heads.heads // self.heads.key_heads, -2)
+        gate = masked["gate"]
+        gate = gate if gate.dim() == key.dim() else gate.unsqueeze(-1)
+        return Drive(torch.zeros_like(key), key, masked["value"], gate, masked.get("beta"))
+
+    def append(
+        self, layer_index: int, slot: Tensor, place: Tensor, record: dict[str, Tensor]
+    ) -> None:
+        """Write a ``record`` (name -> its axes but token) of ``slot`` int64 [1] at ``place``."""
+        for name, _ in self._shapes(1):
+            rows = fetch(self.pool, layer_index, slot, name)
+            rows[0, int(place)] = record[name].to(rows.dtype)
+            store(self.pool, layer_index, slot, name, rows)
+
+    def flush(self, layer_index: int, slots: Tensor) -> None:
+        """Fold all pending records of ``slots`` int64 [n] into their states and forget them."""
+        store(self.states, layer_index, slots, "recurrent", self.current(layer_index, slots))
+        self.empty(layer_index, slots)
+
+    def empty(self, layer_index: int, slots: Tensor) -> None:
+        """Forget all records of ``slots``."""
+        self.set_cursor(layer_index, slots, slots.new_zeros(len(slots), len(CURSOR)))
+
+    def commit(self, layer_index: int, slots: Tensor, accepted: Tensor) -> None:
+        """The first ``accepted`` int64 [n] drafts of ``slots`` stay.
+
+        Without a cursor they are folded at once, else when another step would find no room.
+        """
+        cursor = self.cursor(layer_index, slots)
+        pending, base = cursor[:, PENDING] + accepted, cursor[:, BASE]
+        full = pending > self.tokens - self.drafts if self.has_cursor else pending >= 0
+        counts = pending.where(full, 0)
+        folded = self.folded(layer_index, slots, base, counts)
+        store(self.states, layer_index, slots, "recurrent", folded)
+        new = (pending - counts, (base + counts) % self.tokens, full.long())
+        self.set_cursor(layer_index, slots, torch.stack(new, -1))
+
+
+class Mirror:
+    """Pending records of each slot, an upper bound, on the host: int64 [slots]."""
+
+    def __init__(self, num_slots: int, tokens: int, drafts: int, has_cursor: bool) -> None:
+        self.pending = np.zeros(num_slots, np.int64)
+        self._tokens, self._drafts, self._cursor = tokens, drafts, has_cursor
+
+    def begin(self, slots: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
+        """A step of ``counts`` new tokens starts: prompts empty a ring, a decode adds to one."""
+        before = self.pending[slots]
+        if self._drafts:
+            after = np.where(counts > self._drafts, 0, before)
+        else:
+            after = np.where(counts > 1, 0, before % self._tokens + counts)
+        self.pending[slots] = np.where(counts > 0, after, before)
+
+    def commit(
+        self,
+        slots: NDArray[np.integer],
+        counts: NDArray[np.integer],
+        accepted: NDArray[np.integer] | None,
+    ) -> None:
+        """Of a step of ``counts`` tokens ``accepted`` stay; None while only the device knows."""
+        if not self._cursor or not self._drafts:
+            return
+        drafted = (counts > 0) & (counts <= self._drafts)
+        room = self._tokens - self._drafts
+        before = self.pending[slots]
+        if accepted is None:
+            after = np.minimum(before + counts, room)
+        else:
+            after = np.where(before + accepted > room, 0, before + accepted)
+        self.pending[slots] = np.where(drafted, after, before)
+
+
+def _like(index: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """``index`` [n, tokens], the same for all further axes of ``shape``."""
+    return index.view(*index.shape, *(1 for _ in shape[2:])).expand(shape)
