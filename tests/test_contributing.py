@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from wheels import install_wheel
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.S)
@@ -17,15 +18,16 @@ BLOCK = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.S)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A site folder with the page's files, blocks of one file joined in order."""
-    site = tmp_path_factory.mktemp("site")
+    """An environment's site folder with two wheels: ours, and the page's package."""
+    source = tmp_path_factory.mktemp("acme")
     for name, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
-        path = site / name
+        path = source / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-    metadata = site / "acme_kv-1.0.dist-info" / "METADATA"
-    metadata.write_text("Metadata-Version: 2.1\nName: acme-kv\nVersion: 1.0\n", encoding="utf-8")
+    site = tmp_path_factory.mktemp("site")
+    for project in (ROOT, source):
+        install_wheel(project, site)
     return site
 
 
@@ -39,7 +41,12 @@ def _run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_third_party_plugins_plan(installed: Path) -> None:
     done = _run(
-        installed, "model=qwen3", "kv=acme_sign", "backend.name=acme_mean", "action=plan", "output=json"
+        installed,
+        "model=qwen3",
+        "kv=acme_sign",
+        "backend.name=acme_mean",
+        "action=plan",
+        "output=json",
     )
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
@@ -65,7 +72,11 @@ def test_third_party_plugins_are_listed_with_their_origin(installed: Path) -> No
 
 def test_each_plugin_takes_at_most_twenty_lines_to_use() -> None:
     """The layout, format and backend blocks stay short enough to be copied."""
-    blocks = [text for name, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text()) if name.endswith("__init__.py")]
+    blocks = [
+        text
+        for name, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text())
+        if name.endswith("__init__.py")
+    ]
     code = [[line for line in text.splitlines() if line.strip()] for text in blocks]
     assert len(code[0]) <= 20
     assert all(len(lines) <= 32 for lines in code)

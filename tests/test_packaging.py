@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import install_wheel
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,14 +17,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the unpacked wheel."""
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-    subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
-    (wheel,) = out.glob("*.whl")
-    unpacked = out / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-    return unpacked
+    return install_wheel(ROOT, tmp_path_factory.mktemp("site"))
 
 
 def _python(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +46,9 @@ def test_wheel_is_what_ran(site: Path, tmp_path: Path) -> None:
 def test_wheel_carries_data_and_nothing_foreign(site: Path) -> None:
     assert (site / "kvfactory" / "py.typed").exists()
     assert (site / "kvfactory" / "layouts" / "catalog.yaml").exists()
-    shipped = {path.relative_to(site / "kvfactory" / "conf") for path in site.rglob("conf/**/*.yaml")}
+    shipped = {
+        path.relative_to(site / "kvfactory" / "conf") for path in site.rglob("conf/**/*.yaml")
+    }
     assert shipped == {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
     tops = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
     assert tops == {"kvfactory"}

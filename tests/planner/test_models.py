@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import model_files, preset_files, read_yaml, spec_of
+from planner_support import model_files, preset_files, read_yaml, spec_of
 
 from kvfactory.cacheplan import Attention, CachePlan, GroupPlan
 from kvfactory.planner import plan

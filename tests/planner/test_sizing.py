@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import CONF, read_yaml, spec_of
+from planner_support import CONF, read_yaml, spec_of
 
 from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import PlanError
