@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
-from kvfactory.books import checks
+from kvfactory.books import checks, prefixes
 from kvfactory.books.accept import Accepted, PendingCounts, judge
 from kvfactory.books.allocator import Capacity
 from kvfactory.books.batch import depths_of
 from kvfactory.books.flight import Flights
 from kvfactory.books.ids import Int64, Tokens, int64
-from kvfactory.books.ledger import Ledger, require
+from kvfactory.books.ledger import Ledger
 from kvfactory.books.requests import NewTokens, Sequence
 from kvfactory.books.segments import Segment, Segments
 from kvfactory.books.shape import BooksShape
@@ -67,9 +66,7 @@ class Books:
             BooksError: a stale handle; counts on their way; encoder tokens not yet written; or
                 an open step of it while there are state tables.
         """
-        self.settle()
-        ledger = self._ledger
-        row = int(ledger.requests.resolve([sequence])[0])
+        row, ledger = self._row(sequence), self._ledger
         tokens = int(ledger.requests.committed[row])
         checks.fork(ledger, row, self._flights.awaits(row))
         rows = ledger.admit(count, (ledger.view(row, 0, tokens),), _NONE)
@@ -199,15 +196,8 @@ class Books:
             BooksError: a stale handle; tokens that are not committed, or have left a window or
                 chunk that a query at ``tokens`` sees; a state that is not exactly there.
         """
-        self.settle()
-        ledger = self._ledger
-        row = int(ledger.requests.resolve([sequence])[0])
-        checks.hold(ledger, row, start, tokens)
-        states = ledger.states
-        require(*((s.checkpoints if checkpoint else s.slots, 1) for s in states.values()))
-        shared = ledger.share(row, start, tokens)
-        slots = {name: state.duplicate(row, checkpoint) for name, state in states.items()}
-        return self._segments.add(replace(shared, slots=slots))
+        row = self._row(sequence)
+        return self._segments.add(prefixes.hold(self._ledger, row, start, tokens, checkpoint))
 
     def track(self, sequence: Sequence, tokens: int | None = None) -> dict[str, int]:
         """The slot, by state table, for the state after ``tokens`` tokens of a sequence.
@@ -221,15 +211,7 @@ class Books:
             OutOfPages: a lazy slot is needed and there is none; nothing is taken.
             BooksError: no tracking slots, a stale handle, or tokens that no open step has.
         """
-        self.settle()
-        ledger = self._ledger
-        row = int(ledger.requests.resolve([sequence])[0])
-        committed = int(ledger.requests.committed[row])
-        tokens = committed if tokens is None else tokens
-        checks.track(ledger, row, tokens)
-        require(*((s.slots, s.tracking.missing(row)) for s in ledger.states.values()))
-        here = tokens == committed
-        return {name: state.track(row, tokens, here) for name, state in ledger.states.items()}
+        return prefixes.track(self._ledger, self._row(sequence), tokens)
 
     def tracked(self, sequence: Sequence) -> int:
         """The committed tokens after which a tracked state is there; 0 for none.
@@ -237,8 +219,7 @@ class Books:
         Raises:
             BooksError: a stale handle.
         """
-        self.settle()
-        return self._ledger.tracked(int(self._ledger.requests.resolve([sequence])[0]))
+        return self._ledger.tracked(self._row(sequence))
 
     def donate(self, sequence: Sequence) -> Segment:
         """Own the ``tracked`` tokens with the slot of their state; the sequence gets another one.
@@ -249,15 +230,7 @@ class Books:
             OutOfPages: state slots are short; nothing is taken.
             BooksError: a stale handle, nothing tracked, or tokens that have left a window or chunk.
         """
-        self.settle()
-        ledger = self._ledger
-        row = int(ledger.requests.resolve([sequence])[0])
-        checks.tracked(ledger, row)
-        require(*((s.slots, 0 if s.tracking.lazy else 1) for s in ledger.states.values()))
-        segment = self._hand_over_tracked(row)
-        for state in ledger.states.values():
-            state.tracking.replace(row, state.slots)
-        return segment
+        return self._segments.add(prefixes.donate(self._ledger, self._row(sequence)))
 
     def retire(self, sequence: Sequence, tracked: bool = False) -> Segment:
         """Close a sequence and own its committed, or ``tracked``, tokens with the state slot.
@@ -268,28 +241,12 @@ class Books:
             BooksError: a stale handle, nothing to own, a step in flight that writes the state, or
                 tokens that have left a window or chunk.
         """
-        self.settle()
-        ledger = self._ledger
-        rows = ledger.requests.resolve([sequence])
-        row = int(rows[0])
-        if tracked:
-            checks.tracked(ledger, row)
-            segment = self._hand_over_tracked(row)
-        else:
-            checks.settled(ledger, row, bool(self._flights.touch(rows)[0]))
-            tokens = int(ledger.requests.committed[row])
-            checks.hold(ledger, row, 0, tokens)
-            shared = ledger.share(row, 0, tokens)
-            slots = {name: state.detach(row) for name, state in ledger.states.items()}
-            segment = self._segments.add(replace(shared, slots=slots))
+        row = self._row(sequence)
+        if not tracked:
+            checks.settled(self._ledger, row, self._flights.covers(row))
+        segment = (prefixes.tracked if tracked else prefixes.whole)(self._ledger, row)
         self.close([sequence])
-        return segment
-
-    def _hand_over_tracked(self, row: int) -> Segment:
-        tokens, states = self._ledger.tracked(row), self._ledger.states
-        shared = self._ledger.share(row, 0, tokens)
-        slots = {name: state.tracking.detach(row, tokens) for name, state in states.items()}
-        return self._segments.add(replace(shared, slots=slots))
+        return self._segments.add(segment)
 
     def release(self, segment: Segment) -> None:
         """Give up a segment; pages that nobody else owns return.
@@ -313,11 +270,8 @@ class Books:
         Raises:
             BooksError: a stale handle, a step in flight, or encoder tokens not yet written.
         """
-        self.settle()
-        ledger = self._ledger
-        rows = ledger.requests.resolve([sequence])
-        row = int(rows[0])
-        checks.settled(ledger, row, bool(self._flights.touch(rows)[0]))
+        row, ledger = self._row(sequence), self._ledger
+        checks.settled(ledger, row, self._flights.covers(row))
         return ledger.view(row, 0, int(ledger.requests.committed[row]))
 
     def reserve(self, tokens: int, cross_tokens: int = 0) -> Segment:
@@ -375,9 +329,22 @@ class Books:
         requests = self._ledger.requests
         return requests.committed[requests.resolve(sequences)]
 
+    def state_slots(self, sequence: Sequence) -> dict[str, int]:
+        """The state slot of a sequence, by state table.
+
+        Raises:
+            BooksError: a stale or foreign handle.
+        """
+        row = self._row(sequence)
+        return {name: int(state.slot[row]) for name, state in self._ledger.states.items()}
+
     def rows(self, table: str) -> Int64:
         """What the device table must hold after all updates, int64 [rows, row_pages], read only."""
         return self._ledger.page_tables[table].mirror.view()
+
+    def _row(self, sequence: Sequence) -> int:
+        self.settle()
+        return int(self._ledger.requests.resolve([sequence])[0])
 
     def _leave(self) -> None:
         busy = self._flights.touch(self._leaving)

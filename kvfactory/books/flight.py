@@ -105,6 +105,10 @@ class Flights:
             found |= np.isin(rows, flight.batch.rows)
         return found
 
+    def covers(self, row: int) -> bool:
+        """Whether some step in flight covers ``row``."""
+        return any(row in flight.batch.rows for flight in self._queue)
+
     def reset(self) -> None:
         """Forget all steps; their records cannot be committed any more."""
         self._queue.clear()
