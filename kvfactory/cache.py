@@ -16,11 +16,13 @@ from kvfactory.backends import AttendExtra, AttentionRunner
 from kvfactory.books import Accepted, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.cacheplan import GroupPlan
+from kvfactory.foreign import ForeignBatch, foreign_record, refreshed
 from kvfactory.gate import Gate
 from kvfactory.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
 from kvfactory.layerwork import LayerWork
 from kvfactory.parts import Parts
 from kvfactory.pools import Pool
+from kvfactory.retraction import CacheImage, load, offload
 from kvfactory.states import DeviceCounts, StateStore, StateViews
 from kvfactory.steps import Step
 
@@ -35,7 +37,8 @@ class Cache:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._work = LayerWork(parts)
-        self._graphs = 0
+        self._graphs = self._foreign_steps = 0
+        self._foreign = False
         self.plan = parts.plan
         self.books = parts.books
         self.states = StateStore(parts.plan, parts.pools, parts.books)
@@ -77,6 +80,23 @@ class Cache:
         """Return the pages of ``segment``."""
         self.books.release(segment)
 
+    def offload(self, sequences: Sequence[SequenceId]) -> CacheImage:
+        """All that ``sequences`` keep, in host memory; they are closed then. Waits for the device.
+
+        Raises:
+            BooksError: a stale handle or a step in flight; nothing is closed then.
+        """
+        return offload(self._parts, sequences)
+
+    def load(self, image: CacheImage) -> list[SequenceId]:
+        """The sequences of ``image``, open again as they were, in its order.
+
+        Raises:
+            OutOfPages: too few pages, slots or rows for all of them; nothing was taken.
+            SpecError: an image of a cache with other groups, formats, page sizes or constants.
+        """
+        return load(self._parts, self.states, image)
+
     def reset(self) -> None:
         """Forget all sequences and segments; generations go on, so old handles stay invalid."""
         self.books.reset()
@@ -98,7 +118,10 @@ class Cache:
         Raises:
             OutOfPages: the tables that are short; nothing was taken.
             BooksError: stale sequences, or too many open steps.
+            SpecError: a draft tree where a group keeps one entry for several tokens.
         """
+        if parents is not None:
+            self._work.check_tree()
         counts = new_tokens if isinstance(new_tokens, int) else list(new_tokens)
         tree = None if parents is None else np.asarray(parents, np.int64)
         return self._start(self.books.extend(sequences, counts, tree))
@@ -109,6 +132,12 @@ class Cache:
             if group.table in record.tables and len(copies := record.tables[group.table].copies):
                 pool.copy_pages(copies)
         self.states.begin(record)
+        if self._foreign:
+            self._foreign, record = False, refreshed(record, self.books)
+        return self._fill(record)
+
+    def _fill(self, record: StepRecord) -> Step:
+        """The device arrays of ``record``, and what backends plan for it."""
         self._parts.buffers.update_tables(record)
         step = self._parts.buffers.fill(record)
         for runner in self._parts.runners.values():
@@ -116,6 +145,21 @@ class Cache:
         for runner in self._parts.runners.values():
             runner.begin(step)
         return step
+
+    def step(self, batch: ForeignBatch) -> Step:
+        """A step of an engine that schedules and allocates itself, from its own ids.
+
+        There is nothing to commit. What the ids own is the engine's business.
+
+        Raises:
+            BooksError: ids outside of their tables, or books that hold something meanwhile.
+            SpecError: missing tables, wrong shapes, or more than a step may have.
+        """
+        record = foreign_record(self.plan, self.books, batch, self._foreign_steps)
+        self._foreign_steps += 1
+        self._foreign = True
+        self.states.begin(record)
+        return self._fill(record)
 
     def commit(self, step: Step, accepted: Accepted | Tensor = None) -> Committed:
         """Make the accepted tokens of the oldest open step permanent and return the rest's pages.

@@ -68,6 +68,24 @@ class LayerWork:
         slots = entry_slots(route.group, step)
         return self._parts.pools[route.group.name].ready(route.index, slots, **rows)
 
+    def check_tree(self) -> None:
+        """Refuse draft trees where an entry would be made of tokens of several branches.
+
+        Raises:
+            SpecError: a group has more than one token per entry.
+        """
+        wrong = [
+            Problem(
+                f"extend(parents=), group {group.name}",
+                f"{group.tokens_per_entry} tokens an entry",
+                "drafts in a chain",
+            )
+            for group in self._parts.plan.groups
+            if group.tokens_per_entry > 1
+        ]
+        if wrong:
+            raise SpecError(*wrong)
+
     # ---- reading -----------------------------------------------------------------------------
 
     def select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> Tensor:

@@ -1,12 +1,10 @@
-"""What ``build`` makes of a plan, and the copies that all groups of a table share."""
+"""What ``build`` makes of a plan, in one place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfactory.backends import AttentionRunner, SelectRunner
@@ -32,9 +30,3 @@ class Parts:
         """Groups with their pools, none where the memory stores nothing."""
         if not self.plan.counted_bytes:
             yield from ((group, self.pools[group.name]) for group in self.plan.groups)
-
-    def copy_pages(self, table: str, pairs: NDArray[np.int64]) -> None:
-        """Copy whole pages (state slots) of all groups in ``table``: [n, 2] of (source, target)."""
-        for group, pool in self.stored() if len(pairs) else ():
-            if group.table == table:
-                pool.copy_pages(pairs)

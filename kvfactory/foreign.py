@@ -1,0 +1,194 @@
+"""Steps of engines with a scheduler of their own: page ids come from outside, bounds are checked.
+
+Such an engine owns all ids; the books of this cache must hold nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfactory.books import Books, StepRecord
+from kvfactory.books.ids import Int64, int64, ranges
+from kvfactory.books.step import StateStep, TableStep
+from kvfactory.books.table import NO_COPIES
+from kvfactory.cacheplan import CachePlan, StatePlan, TablePlan
+from kvfactory.errors import BooksError, Problem, SpecError
+
+Ids = Sequence[int] | NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class ForeignBatch:
+    """What an engine says about a step of ``batch`` requests.
+
+    ``before`` and ``after`` int [batch]: tokens of each request without and with the new ones.
+    ``rows`` int [batch]: a row of the device tables for each, of 1 .. max_requests; two steps in
+    flight must not give one row to different requests. ``tables`` by name: page ids [batch, pages]
+    from the request's first token on; pages that no query of the step can see may be anything.
+    ``states`` by name: state slots [batch], cleared where ``before`` is 0. ``cross_tokens`` int
+    [batch]: encoder tokens, which a step with ``before`` 0 writes.
+    """
+
+    before: Ids
+    after: Ids
+    tables: Mapping[str, NDArray[np.integer[Any]]]
+    rows: Ids | None = None
+    states: Mapping[str, Ids] = field(default_factory=dict)
+    cross_tokens: Ids = ()
+
+
+def foreign_record(plan: CachePlan, books: Books, batch: ForeignBatch, serial: int) -> StepRecord:
+    """The step of ``batch``, the ``serial``-th of its engine.
+
+    Raises:
+        BooksError: the books hold something, or ids that are outside of their table.
+        SpecError: missing or unknown tables, more than the plan's limits, or wrong shapes.
+    """
+    held = [path for path, room in books.capacity().items() if room.held]
+    if held:
+        need = "books that hold nothing: close, release or reset"
+        raise BooksError(Problem("step(tables)", f"held {', '.join(held)}", need))
+    before, after = int64(batch.before), int64(batch.after)
+    rows = int64(range(1, len(before) + 1) if batch.rows is None else batch.rows)
+    wrong = [*_shape_problems(plan, batch), *_limit_problems(plan, rows, before, after)]
+    if wrong:
+        raise SpecError(*wrong)
+    counts = after - before
+    positions = ranges(before, counts)
+    tables = [_Table(t, batch, rows, before, after) for t in plan.tables]
+    states = [(s, int64(batch.states[s.name])) for s in plan.states]
+    wrong = [problem for table in tables for problem in table.problems()]
+    wrong += [problem for state, slots in states for problem in _slot_problems(state, slots)]
+    if wrong:
+        raise BooksError(*wrong)
+    q_indptr = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=q_indptr[1:])
+    return StepRecord(
+        serial=serial,
+        rows=rows.astype(np.int32),
+        q_indptr=q_indptr,
+        prefix=before,
+        lengths=after,
+        positions=positions,
+        settled=np.ones(len(rows), np.bool_),
+        parents=None,
+        tables={table.plan.name: table.step() for table in tables},
+        states={
+            s.name: StateStep(slots.astype(np.int32), before == 0, NO_COPIES) for s, slots in states
+        },
+    )
+
+
+def refreshed(record: StepRecord, books: Books) -> StepRecord:
+    """``record``, the first of the books after foreign steps, with all entries of device tables."""
+    tables = {}
+    for name, part in record.tables.items():
+        cells = books.rows(name)
+        rows, columns = np.indices(cells.shape).reshape(2, -1)
+        updates = np.stack((rows, columns, cells.reshape(-1)), axis=1).astype(np.int32)
+        tables[name] = part._replace(updates=updates)
+    return record._replace(tables=tables)
+
+
+class _Table:
+    """One table's part of a foreign step."""
+
+    def __init__(
+        self, plan: TablePlan, batch: ForeignBatch, rows: Int64, before: Int64, after: Int64
+    ) -> None:
+        self.plan, self.rows = plan, rows
+        self.encoder = plan.lifetime.name == "encoder"
+        self.pages = np.asarray(batch.tables[plan.name]).astype(np.int64)
+        if self.encoder:
+            after = int64(batch.cross_tokens)
+            before = np.where(before == 0, 0, after)
+        self.before, self.after = before, after
+        seen = [plan.lifetime.first_visible(int(position)) for position in before]
+        self.first = int64(seen) // plan.page_tokens
+        if self.encoder:
+            self.first = np.zeros_like(before)
+        self.stop = -(-after // plan.page_tokens)
+
+    def problems(self) -> Iterator[Problem]:
+        path, limit = f"step(tables[{self.plan.name!r}])", self.plan.num_pages
+        width = self.pages.shape[1]
+        over = np.flatnonzero((self.stop > width) | (self.stop > self.plan.row_pages))
+        for request in over.tolist():
+            most = min(width, self.plan.row_pages)
+            got = f"{self.after[request]} tokens of request {request}"
+            yield Problem(path, got, f"at most {most * self.plan.page_tokens}, in {most} pages")
+        if not len(over):
+            pages = self._owned()[2]
+            bad = pages[(pages < 1) | (pages >= limit)]
+            if len(bad):
+                yield Problem(path, f"page {bad[0]}", f"1..{limit - 1}")
+
+    def _owned(self) -> tuple[Int64, Int64, Int64]:
+        """Request, column and page of everything that the step may read or write, int64 [n]."""
+        counts = np.maximum(self.stop - self.first, 0)
+        requests = np.repeat(np.arange(len(counts)), counts)
+        columns = ranges(self.first, counts)
+        return requests, columns, self.pages[requests, columns]
+
+    def step(self) -> TableStep:
+        requests, columns, pages = self._owned()
+        counts = self.after - self.before
+        positions, owners = ranges(self.before, counts), np.repeat(np.arange(len(counts)), counts)
+        column, offset = np.divmod(positions, self.plan.page_tokens)
+        return TableStep(
+            slots=self.pages[owners, column] * self.plan.page_tokens + offset,
+            kv_lengths=self.after,
+            copies=NO_COPIES,
+            updates=np.stack((self.rows[requests], columns, pages), axis=1).astype(np.int32),
+            first_page=self.first.astype(np.int32),
+        )
+
+
+def _shape_problems(plan: CachePlan, batch: ForeignBatch) -> Iterator[Problem]:
+    size = len(batch.before)
+    wanted = {t.name: "tables" for t in plan.tables} | {s.name: "states" for s in plan.states}
+    for name, what in wanted.items():
+        given = batch.tables if what == "tables" else batch.states
+        path = f"step({what}[{name!r}])"
+        if name not in given:
+            yield Problem(path, "nothing", f"ids of {size} requests")
+        elif len(given[name]) != size or np.ndim(given[name]) != (2 if what == "tables" else 1):
+            shape = list(np.shape(given[name]))
+            yield Problem(path, f"shape {shape}", f"[{size}{', pages' * (what == 'tables')}]")
+    for name in (*batch.tables, *batch.states):
+        if name not in wanted:
+            yield Problem("step(tables)", f"table {name!r}", f"one of {', '.join(wanted)}")
+    encoders = any(t.lifetime.name == "encoder" for t in plan.tables)
+    if len(batch.cross_tokens) != (size if encoders else 0):
+        got, need = f"{len(batch.cross_tokens)} numbers", str(size if encoders else 0)
+        yield Problem("step(cross_tokens)", got, need)
+    if len(batch.after) != size or (batch.rows is not None and len(batch.rows) != size):
+        yield Problem("step(lengths, rows)", "different lengths", f"{size} of each")
+
+
+def _limit_problems(plan: CachePlan, rows: Int64, before: Int64, after: Int64) -> Iterator[Problem]:
+    limits = plan.limits
+    if len(rows) > limits.max_requests:
+        fix = f"engine.max_requests={len(rows)}"
+        yield Problem("step(rows)", f"{len(rows)} requests", f"at most {limits.max_requests}", fix)
+    inside = (rows >= 1) & (rows <= limits.max_requests)
+    if not inside.all() or len(np.unique(rows)) < len(rows):
+        need = f"each one once, of 1..{limits.max_requests}"
+        yield Problem("step(rows)", str(rows.tolist()), need)
+    if len(after) == len(before):
+        new = int((after - before).sum())
+        if (before < 0).any() or (after < before).any() or new > limits.step_tokens:
+            need = f"0 <= before <= after, at most {limits.step_tokens} new tokens in all"
+            yield Problem("step(lengths)", f"{new} new tokens", need)
+
+
+def _slot_problems(state: StatePlan, slots: Int64) -> Iterator[Problem]:
+    bad = slots[(slots < 1) | (slots >= state.num_slots)]
+    if len(bad) or len(np.unique(slots)) < len(slots):
+        got, need = str(slots.tolist()), f"each one once, of 1..{state.num_slots - 1}"
+        yield Problem(f"step(states[{state.name!r}])", got, need)
