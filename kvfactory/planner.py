@@ -9,6 +9,7 @@ from kvfactory.annexes import draft_annexes, fixed_slots
 from kvfactory.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
 from kvfactory.backends.contract import BACKENDS, Backend, refusals
 from kvfactory.cacheplan import Attention, CachePlan, Choice, GroupPlan, Select, Workspace
+from kvfactory.drafts import with_draft
 from kvfactory.errors import CapabilityError, Problem
 from kvfactory.grouping import Draft, Findings, draft_groups
 from kvfactory.memory import MEMORIES
@@ -24,7 +25,7 @@ def plan(spec: Spec) -> CachePlan:
         PlanError: geometry, layout or quant that cannot be stored, or a budget below its floor.
         CapabilityError: no backend serves a group; the problems are the reasons.
     """
-    findings = Findings()
+    spec, findings = with_draft(spec), Findings()
     memory = _memory(spec, findings)
     drafts = draft_groups(spec, findings)
     tables = draft_tables(drafts, spec)

@@ -11,26 +11,58 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvfactory.errors import SpecError
+from kvfactory.modelspec import (
+    AttentionGroup,
+    DraftModel,
+    FloatType,
+    Frozen,
+    GqaGroup,
+    Group,
+    GroupBase,
+    IndexGroup,
+    LayerSet,
+    LinearGroup,
+    MlaGroup,
+    Model,
+    Name,
+    NonNegative,
+    Positive,
+)
 from kvfactory.problems import from_validation
 
-Positive = Annotated[int, Field(ge=1, le=2**40)]
-NonNegative = Annotated[int, Field(ge=0, le=2**40)]
+__all__ = [
+    "KV",
+    "AttentionGroup",
+    "BackendChoice",
+    "Device",
+    "DraftModel",
+    "Engine",
+    "FloatType",
+    "Frozen",
+    "GqaGroup",
+    "Group",
+    "GroupBase",
+    "GroupPolicy",
+    "IndexGroup",
+    "LayerSet",
+    "LayoutFamilies",
+    "Layouts",
+    "LinearGroup",
+    "Memory",
+    "MlaGroup",
+    "Model",
+    "Plugin",
+    "Quants",
+    "Recipe",
+    "Spec",
+    "Workload",
+]
+
 PowerOfTwo = Annotated[int, Field(ge=1, le=2**30)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.+-]*$")]
 Share = Annotated[float, Field(gt=0, le=1)]
-FloatType = Literal["bfloat16", "float16", "float32"]
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -49,12 +81,6 @@ def _bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=2**60)]
 
 
-class Frozen(BaseModel):
-    """Base of every part: immutable, strict types, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
 # ---- plugins by name -----------------------------------------------------------------------
 
 
@@ -62,7 +88,7 @@ class Plugin(Frozen):
     """A plugin by name, with options that the plugin itself validates."""
 
     name: Name
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 def _named(value: object) -> object:
@@ -136,145 +162,6 @@ def _quants(value: object) -> object:
 QuantPolicy = Annotated[Quants, BeforeValidator(_quants)]
 
 
-# ---- model ---------------------------------------------------------------------------------
-
-LayerSet = str | tuple[int, ...]
-
-
-class GroupBase(Frozen):
-    """What all layer groups have: their layers, 0-indexed, as ``"0-35"``, ``"1::2"`` or a list."""
-
-    layers: LayerSet
-
-
-class AttentionGroup(GroupBase):
-    """A group that attends over stored tokens."""
-
-    kind: Literal["full", "swa", "chunked", "cross"]
-    q_heads: Positive
-    window_tokens: Positive | None = None
-    chunk_tokens: Positive | None = None
-    encoder_tokens: Positive | None = None
-    tokens_per_entry: Positive = 1
-    soft_cap: Annotated[float, Field(gt=0)] | None = None
-    sinks: bool = False
-    causal: bool = True
-
-    @model_validator(mode="after")
-    def _reach_matches_kind(self) -> AttentionGroup:
-        for field, kind in (
-            ("window_tokens", "swa"),
-            ("chunk_tokens", "chunked"),
-            ("encoder_tokens", "cross"),
-        ):
-            given = self.__dict__[field] is not None
-            if given and self.kind != kind:
-                raise ValueError(f"no {field} for kind {self.kind}: it belongs to kind {kind}")
-            if self.kind == kind and not given:
-                raise ValueError(f"{field} for kind {kind}")
-        return self
-
-
-class GqaGroup(AttentionGroup):
-    """Grouped-query attention: K [tokens, kv_heads, head_dim], V [tokens, kv_heads, v_head_dim].
-
-    ``v_head_dim`` defaults to ``head_dim``; 0 stores K only, and V is K. ``scale`` multiplies the
-    logits and defaults to head_dim ** -0.5.
-    """
-
-    geometry: Literal["gqa"] = "gqa"
-    kv_heads: Positive
-    head_dim: Positive
-    v_head_dim: NonNegative | None = None
-    scale: Annotated[float, Field(gt=0)] | None = None
-
-
-class MlaGroup(AttentionGroup):
-    """Multi-head latent attention: latent [tokens, kv_lora_rank] and rope key, V is the latent."""
-
-    geometry: Literal["mla"]
-    kv_lora_rank: Positive
-    qk_rope_head_dim: NonNegative
-    scale: Annotated[float, Field(gt=0)]
-
-
-class LinearGroup(GroupBase):
-    """Recurrent state, one slot a request: convolution windows and a recurrent tensor.
-
-    ``conv`` lists [channels, taps - 1]; ``recurrent`` names the axes of the state in stored order,
-    for instance ``{head: 32, key: 128, value: 128}``. ``state_dtype`` is the recurrent type and
-    ``conv_dtype`` the windows' (default: the model's).
-    """
-
-    kind: Literal["linear"]
-    geometry: Literal["linear"] = "linear"
-    conv: tuple[tuple[Positive, Positive], ...] = ()
-    recurrent: dict[str, Positive] | None = None
-    recurrence: Literal["mamba1", "mamba2", "gdn", "kda", "lightning", "none"]
-    conv_window_first: bool = False
-    conv_dtype: FloatType | None = None
-    state_dtype: FloatType = "float32"
-
-    @model_validator(mode="after")
-    def _keeps_something(self) -> LinearGroup:
-        if not self.conv and self.recurrent is None:
-            raise ValueError("a conv or a recurrent state to keep")
-        if (self.recurrence == "none") != (self.recurrent is None):
-            raise ValueError("a recurrent shape exactly where recurrence is not 'none'")
-        return self
-
-
-class IndexGroup(GroupBase):
-    """Keys of a sparse indexer, in the page table of the group ``selects``.
-
-    ``block_tokens`` is the unit that ``topk`` selects: 1 for tokens, more for blocks.
-    """
-
-    kind: Literal["sparse_index"]
-    geometry: Literal["index"] = "index"
-    selects: Name
-    index_heads: Positive
-    head_dim: Positive
-    v_head_dim: NonNegative = 0
-    topk: Positive
-    block_tokens: Positive = 1
-    tokens_per_entry: Positive = 1
-
-
-def _geometry(value: Any) -> str | None:
-    data = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    by_kind = {"linear": "linear", "sparse_index": "index"}
-    return str(by_kind.get(str(data.get("kind")), data.get("geometry") or "gqa"))
-
-
-Group = Annotated[
-    Annotated[GqaGroup, Tag("gqa")]
-    | Annotated[MlaGroup, Tag("mla")]
-    | Annotated[LinearGroup, Tag("linear")]
-    | Annotated[IndexGroup, Tag("index")],
-    Discriminator(
-        _geometry,
-        custom_error_type="geometry",
-        custom_error_message="Input should be geometry gqa or mla, or kind linear or sparse_index",
-    ),
-]
-
-
-class Model(Frozen):
-    """Geometry of a model's cache; weights are none of our business.
-
-    ``dtype`` is the compute type in which K and V arrive. ``aliases`` lists [layer, owner]: the
-    layer keeps nothing and reads the cache of an earlier ``owner``.
-    """
-
-    name: str
-    num_layers: Annotated[int, Field(ge=1, le=100_000)]
-    dtype: FloatType = "bfloat16"
-    max_context: Positive | None = None
-    groups: Annotated[dict[Name, Group], Field(min_length=1)]
-    aliases: tuple[tuple[NonNegative, NonNegative], ...] = ()
-
-
 # ---- storage -------------------------------------------------------------------------------
 
 
@@ -304,8 +191,8 @@ class KV(Frozen):
     align_bytes: PowerOfTwo = 1
     quant: QuantPolicy = Quants()
     layout: LayoutPolicy = Layouts()
-    groups: dict[Name, GroupPolicy] = {}
-    recipes: dict[Name, Recipe] = {}
+    groups: dict[Name, GroupPolicy] = Field(default_factory=dict)
+    recipes: dict[Name, Recipe] = Field(default_factory=dict)
     constants: str | None = None
 
     @model_validator(mode="after")
@@ -323,10 +210,10 @@ class Memory(Frozen):
     """
 
     name: Name = "auto"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     budget: Bytes | None = None
-    ratios: dict[Name, Share] = {}
-    tokens: dict[Name, Positive] = {}
+    ratios: dict[Name, Share] = Field(default_factory=dict)
+    tokens: dict[Name, Positive] = Field(default_factory=dict)
     checkpoints: Annotated[int, Field(ge=1, le=2**20)] | None = None
 
 
@@ -345,7 +232,7 @@ class BackendChoice(Frozen):
     """Which kernels attend; ``auto`` picks per group."""
 
     name: Name = "auto"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     new_tokens: Literal["stored", "exact"] = "stored"
     prefill: Literal["auto", "paged", "ragged"] = "auto"
     accuracy: Literal["exact", "fast"] = "exact"
@@ -390,7 +277,7 @@ class Workload(Frozen):
     """``requests`` of ``tokens`` each, on average of ``mean_tokens`` if given; ``trace`` a file."""
 
     requests: Annotated[int, Field(ge=1, le=2**20)] = 8
-    tokens: Annotated[int, Field(ge=1, le=2**26)] = 1024
+    tokens: Annotated[int, Field(ge=1, le=2**26)] = 128
     mean_tokens: Annotated[int, Field(ge=1, le=2**26)] | None = None
     trace: str | None = None
     step_ms: Annotated[float, Field(gt=0)] = 30.0

@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).parents[1] / "kvfactory"
 FLOORS: list[set[str]] = [
     {"errors", "dtypes", "kinds"},
     {"problems", "registry", "layers"},
-    {"spec"},
+    {"spec", "modelspec"},
     {"layouts", "quant", "memory"},
     {"cacheplan", "books"},
-    {"geometry", "storage", "backends.contract"},
+    {"geometry", "storage", "drafts", "backends.contract"},
     {"flashinfer_runtime.choose", "flashinfer_runtime.sizes"},
     {"grouping"},
     {"assembly", "annexes"},
@@ -110,7 +110,7 @@ def test_no_probing() -> None:
                 assert module in ENVIRONMENT, module
 
 
-PROBING = {"registry", "problems", "spec"}  # a package's __path__, a type's __name__, union tags
+PROBING = {"registry", "problems", "modelspec"}  # a package's __path__, a type's __name__, union tags
 ENVIRONMENT: set[str] = set()
 
 

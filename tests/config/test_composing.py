@@ -167,7 +167,7 @@ app()
 # ---- the public keys -----------------------------------------------------------------------
 
 KEYS = {
-    "model": "name num_layers dtype max_context groups aliases",
+    "model": "name num_layers dtype max_context groups aliases draft",
     "kv": "page_tokens align_bytes quant layout groups recipes constants",
     "memory": "name options budget ratios tokens checkpoints",
     "device": "name type sm num_sms memory_bytes granule_bytes",
