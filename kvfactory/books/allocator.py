@@ -32,7 +32,6 @@ class Allocator:
     def __init__(self, num_ids: int, path: str) -> None:
         self.path = path
         self._num_ids = num_ids
-        self._order = np.arange(num_ids)
         self._mark = np.zeros(num_ids, np.int64)
         self.reset()
 
@@ -52,16 +51,14 @@ class Allocator:
         """Free, held and total ids."""
         return Capacity(self.free, self._top, self._stack.size)
 
-    def shortage(self, count: int, fix: str = "") -> Problem | None:
-        """Why ``count`` ids cannot be taken, or None when they can."""
-        if count <= self.free:
-            return None
+    def shortage(self, count: int, fix: str = "") -> Problem:
+        """That ``count`` ids are more than there are."""
         return Problem(self.path, f"{self.free} free of {self._stack.size}", f"{count}", fix)
 
     def take(self, count: int) -> Int64:
         """``count`` free ids with one owner each, int64 [count].
 
-        The caller has asked ``shortage`` before: nothing is checked here.
+        The caller has compared with ``free``: nothing is checked here.
         """
         taken = self._stack[self._top : self._top + count].copy()
         self._top += count
@@ -113,7 +110,7 @@ class Allocator:
 
     def _is_last(self, ids: Int64) -> Bool:
         """Of each id, the last mention in ``ids``: bool [n]. It takes no sorting."""
-        order = self._order[: ids.size]
+        order = np.arange(ids.size)
         self._mark[ids] = order
         last: Bool = self._mark[ids] == order
         return last

@@ -17,7 +17,7 @@ from kvfactory.books.ledger import Ledger
 from kvfactory.books.requests import NewTokens, Sequence
 from kvfactory.books.segments import Segment, Segments
 from kvfactory.books.shape import BooksShape
-from kvfactory.books.step import Committed, StepRecord
+from kvfactory.books.step import Committed, StepRecord, TableStep
 
 _NONE = np.zeros(0, np.int64)
 
@@ -70,7 +70,7 @@ class Books:
         tokens = int(ledger.requests.committed[row])
         checks.fork(ledger, row, self._flights.awaits(row))
         rows = ledger.admit(count, (ledger.view(row, 0, tokens),), _NONE)
-        ledger.requests.exposed[row] = True
+        ledger.requests.expose(row)
         return ledger.requests.handles(rows)
 
     def close(self, sequences: abc.Sequence[Sequence]) -> None:
@@ -124,12 +124,11 @@ class Books:
         settled = requests.committed[batch.rows] == prefix
         stored = batch.after(prefix)
         tails = requests.tails(batch, settled)
-        needs = ledger.growths(batch.of_tokens(batch.rows), stored, tails)
+        growths = ledger.growths(batch.of_tokens(batch.rows), stored, tails)
         requests.reserve(batch, lengths, tails)
-        tables = {
-            name: table.step(batch.rows, lengths, *need)
-            for (name, table), need in zip(ledger.tables.items(), needs, strict=True)
-        }
+        tables: dict[str, TableStep] = {}
+        for shelf, growth in zip(ledger.shelves, growths, strict=True):
+            tables |= shelf.step(batch.rows, lengths, growth)
         for name, encoder in ledger.encoders.items():
             tables[name] = encoder.step(batch.rows)
         states = {name: state.step(batch.rows) for name, state in ledger.states.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvfactory.books.ids import Rows, Tokens, ranges
+from kvfactory.books.mirror import Mirror
 from kvfactory.books.shape import TableShape
 from kvfactory.books.step import TableStep
-from kvfactory.books.table import NO_ENTRIES, PageTable, Part
+from kvfactory.books.table import NO_COPIES, PageTable, Part
 
 _RESERVED, _WRITING, _WRITTEN = range(3)
 
@@ -16,7 +17,7 @@ class EncoderTable:
     """The encoder tokens of each row, in a page table, and how far their writing has come."""
 
     def __init__(self, shape: TableShape, num_rows: int) -> None:
-        self.table = PageTable(shape, num_rows)
+        self.table = PageTable(shape, Mirror(num_rows, shape.row_pages))
         self.tokens = np.zeros(num_rows, np.int64)
         self._stage = np.full(num_rows, _WRITTEN, np.int8)
 
@@ -45,9 +46,9 @@ class EncoderTable:
         writers = rows[first]
         counts = self.tokens[writers]
         positions = ranges(np.zeros_like(counts), counts)
-        grid = self.table.grid(np.repeat(writers, counts), positions)
+        slots = self.table.slots(np.repeat(writers, counts), positions)
         self._stage[writers] = _WRITING
-        return self.table.step(rows, self.tokens[rows], grid._replace(opens=NO_ENTRIES), NO_ENTRIES)
+        return TableStep(slots, self.tokens[rows], NO_COPIES, *self.table.news(rows))
 
     def commit(self, rows: Rows) -> None:
         """The step over ``rows`` is decided: what it wrote is there."""

@@ -3,8 +3,8 @@
 A *position* counts the tokens of one sequence from 0. A *page* holds ``page_tokens`` of them; a
 *slot* is page * page_tokens + offset, the address of one token in its table. A *row* is a
 request's line in the device tables, a *column* the index of a page in it, and a *cell* is
-row * row_pages + column, the flat address of that entry. *Entries* are int64 [3, n]: rows, columns
-and cells. 0 is the sink among pages, state slots and rows.
+row * row_pages + column, the flat address of that entry. 0 is the sink among pages, state slots
+and rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ Slots: TypeAlias = Int64
 Rows: TypeAlias = Int64
 Columns: TypeAlias = Int64 | Int32
 Cells: TypeAlias = Int64
-Entries: TypeAlias = Int64
 
 SINK: Final = 0
 
@@ -43,7 +42,7 @@ def int64(values: Iterable[int] | NDArray[np.integer]) -> Int64:
     return array.astype(np.int64)
 
 
-def ranges(starts: Int64, counts: Int64) -> Int64:
+def ranges(starts: Int64 | Int32, counts: Int64) -> Int64:
     """start, start + 1 ... for each pair, one after the other: int64 [sum of counts]."""
     ends = counts.cumsum()
     total = int(ends[-1]) if ends.size else 0

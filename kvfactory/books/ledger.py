@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import numpy as np
 
@@ -10,12 +11,13 @@ from kvfactory.books.accept import Verdict
 from kvfactory.books.allocator import Allocator, Capacity
 from kvfactory.books.batch import Batch
 from kvfactory.books.encoder import EncoderTable
-from kvfactory.books.ids import SINK, Entries, Int64, Rows, Tokens, ranges
+from kvfactory.books.ids import SINK, Int64, Positions, Rows, Tokens, ranges
 from kvfactory.books.requests import Requests
 from kvfactory.books.segments import Segment
-from kvfactory.books.shape import BooksShape
+from kvfactory.books.shape import BooksShape, TableShape
+from kvfactory.books.shelf import Growth, Shelf
 from kvfactory.books.states import StateTable
-from kvfactory.books.table import NO_COPIES, NO_ENTRIES, Grid, PageTable
+from kvfactory.books.table import NO_COPIES, PageTable
 from kvfactory.errors import OutOfPages
 
 _FIX = "close or release something, or raise memory.budget"
@@ -27,10 +29,9 @@ def require(*wanted: tuple[Allocator, int]) -> None:
     Raises:
         OutOfPages: a problem for each one that is short.
     """
-    short = [allocator.shortage(count, _FIX) for allocator, count in wanted]
-    problems = [problem for problem in short if problem]
-    if problems:
-        raise OutOfPages(*problems)
+    for allocator, count in wanted:
+        if count > allocator.free:
+            raise OutOfPages(*(a.shortage(n, _FIX) for a, n in wanted if n > a.free))
 
 
 class Ledger:
@@ -41,7 +42,11 @@ class Ledger:
         encoders = [table for table in shape.tables if table.lifetime.name == "encoder"]
         others = [table for table in shape.tables if table.lifetime.name != "encoder"]
         self.requests = Requests(shape.max_requests)
-        self.tables = {table.name: PageTable(table, rows) for table in others}
+        pitches: dict[tuple[int, int], list[TableShape]] = {}
+        for table in others:
+            pitches.setdefault((table.page_tokens, table.row_pages), []).append(table)
+        self.shelves = [Shelf(shapes, rows) for shapes in pitches.values()]
+        self.tables = {table.shape.name: table for shelf in self.shelves for table in shelf.tables}
         self.encoders = {table.name: EncoderTable(table, rows) for table in encoders}
         self.states = {state.name: StateTable(state, rows) for state in shape.states}
         self.row_tokens = np.array(min((table.row_tokens for table in others), default=2**62))
@@ -65,26 +70,26 @@ class Ledger:
 
     # ---- rows --------------------------------------------------------------------------
 
-    def admit(self, count: int, chain: tuple[Segment, ...], cross_tokens: Tokens) -> Rows:
+    def admit(self, count: int, prefix: tuple[Segment, ...], cross_tokens: Tokens) -> Rows:
         """Open rows behind a chain of segments, each with new encoder tokens of its own.
 
         Raises:
             OutOfPages: rows, state slots or encoder pages are short; nothing is taken then.
         """
-        tokens = chain[-1].stop if chain else 0
+        tokens = prefix[-1].stop if prefix else 0
         encoders = [(e.table.pages, e.pages_for(cross_tokens)) for e in self.encoders.values()]
         slots = [(state.slots, count * state.row_slots) for state in self.states.values()]
         require((self.requests.rows, count), *encoders, *slots)
         rows = self.requests.admit(count, tokens)
         for name, table in self.tables.items():
-            table.adopt(rows, [segment.parts[name] for segment in chain], tokens)
+            table.adopt(rows, [segment.parts[name] for segment in prefix], tokens)
         for name, encoder in self.encoders.items():
             if cross_tokens.any():
                 encoder.reserve(rows, cross_tokens)
-            elif chain:
-                encoder.adopt(rows, chain[-1].parts[name], chain[-1].cross_tokens)
+            elif prefix:
+                encoder.adopt(rows, prefix[-1].parts[name], prefix[-1].cross_tokens)
         for name, state in self.states.items():
-            state.assign(rows, chain[-1].slots[name] if chain else SINK)
+            state.assign(rows, prefix[-1].slots[name] if prefix else SINK)
         return rows
 
     def inherit(self, segment: Segment) -> Rows:
@@ -131,7 +136,7 @@ class Ledger:
         view = self.view(row, start, stop)
         for name, table in self.page_tables.items():
             table.pages.share(view.parts[name].pages)
-        self.requests.exposed[row] = True
+        self.requests.expose(row)
         return view
 
     def tracked(self, row: int) -> int:
@@ -168,27 +173,17 @@ class Ledger:
 
     # ---- steps -------------------------------------------------------------------------
 
-    def growths(self, rows: Rows, positions: Int64, tails: Int64) -> list[tuple[Grid, Entries]]:
-        """What each table needs for new tokens at ``positions`` int64 [tokens] of ``rows``.
+    def growths(self, rows: Rows, positions: Positions, tails: Int64) -> list[Growth]:
+        """What each shelf needs for new tokens at ``positions`` int64 [tokens] of ``rows``.
 
         ``tails`` are the tokens that may fall on a page with other owners.
 
         Raises:
             OutOfPages: a problem for each table that is short.
         """
-        grids: dict[tuple[int, int], Grid] = {}
-        needs, enough = [], True
-        for table in self.tables.values():
-            grid = grids.get(table.pitch) or table.grid(rows, positions)
-            grids[table.pitch] = grid
-            shared = table.shared_tails(grid, rows[tails], tails) if tails.size else NO_ENTRIES
-            needs.append((grid, shared))
-            enough = enough and grid.opens.shape[1] + shared.shape[1] <= table.pages.free
-        if not enough:
-            pages = [table.pages for table in self.tables.values()]
-            counts = [grid.opens.shape[1] + shared.shape[1] for grid, shared in needs]
-            require(*zip(pages, counts, strict=True))
-        return needs
+        growths = [shelf.growth(rows, positions, tails) for shelf in self.shelves]
+        require(*chain.from_iterable(map(Shelf.demands, self.shelves, growths)))
+        return growths
 
     def decide(self, batch: Batch, accepted: Tokens) -> None:
         """Settle a step of which ``accepted`` int64 [batch] tokens stay."""
@@ -216,6 +211,6 @@ class Ledger:
         front = self.requests.committed[rows]
         sources, targets = front + verdict.nodes[moved], front + ranks[moved]
         return {
-            name: np.stack((table.slots_at(rows, sources), table.slots_at(rows, targets)), axis=1)
+            name: np.stack((table.slots(rows, sources), table.slots(rows, targets)), axis=1)
             for name, table in self.tables.items()
         }

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from kvfactory.books.ids import Cells, Columns, Entries, Int32, Int64, Pages, Rows
+from kvfactory.books.ids import Cells, Columns, Int32, Int64, Pages, Rows
 
 _NOTES = 64
+
+
+class Entries(NamedTuple):
+    """Entries of a device table, each named once.
+
+    ``cells`` int64 [n] are their flat addresses, ``note`` int32 [3, n] their rows, their columns
+    and space for what is written to them.
+    """
+
+    rows: Rows
+    cells: Cells
+    note: Int32
+
+    def of(self, indices: list[int]) -> Entries:
+        """Some of the entries."""
+        return Entries(self.rows[indices], self.cells[indices], self.note[:, indices])
 
 
 class Mirror:
@@ -15,35 +33,42 @@ class Mirror:
     ``shape`` is (rows, row_pages), ``starts`` int64 [rows] the cell at which each row begins.
     """
 
-    def __init__(self, num_rows: int, row_pages: int) -> None:
+    def __init__(self, num_rows: int, row_pages: int, pages: Pages | None = None) -> None:
         self.shape = num_rows, row_pages
-        self.pages = np.zeros(num_rows * row_pages, np.int64)
+        self.pages = np.zeros(num_rows * row_pages, np.int64) if pages is None else pages
         self.starts = np.arange(num_rows) * row_pages
-        self._changed: list[Entries] = []
+        self._notes: list[Int32] = []
+        self._repeated = False
 
     def entries(self, rows: Rows, columns: Columns) -> Entries:
         """The entries at ``columns`` int64 [n] of ``rows`` int64 [n]."""
-        return np.array((rows, columns, self.starts[rows] + columns))
+        note = np.empty((3, rows.size), np.int32)
+        note[0], note[1] = rows, columns
+        return Entries(rows, self.starts[rows] + columns, note)
 
     def write(self, entries: Entries, pages: Pages | int) -> None:
-        """Put ``pages`` int64 [n] into entries, each of which is named once."""
-        self.pages[entries[2]] = pages
-        self._changed.append(entries)
-        if len(self._changed) > _NOTES:
-            self._changed = [_once(np.concatenate(self._changed, axis=1))]
+        """Put ``pages`` int64 [n] into entries that were not written since the last update."""
+        self.pages[entries.cells] = pages
+        note = entries.note.copy()
+        note[2] = pages
+        self._notes.append(note)
+
+    def rewrite(self, entries: Entries, pages: Pages | int) -> None:
+        """Put ``pages`` int64 [n] into any entries."""
+        self.write(entries, pages)
+        self._repeated = True
+        if len(self._notes) > _NOTES:
+            self._notes = [self._merged()]
 
     def updates(self) -> Int32:
         """What was written since the last call: (row, column, page) int32 [n, 3].
 
-        An entry that was written twice may be named twice, both times with the page it has now.
+        No entry is named twice.
         """
-        changed, self._changed = self._changed, []
-        if not changed:
+        if not self._notes:
             return np.zeros((0, 3), np.int32)
-        entries = changed[0] if len(changed) == 1 else np.concatenate(changed, axis=1)
-        updates = entries.astype(np.int32)
-        updates[2] = self.pages[entries[2]]
-        return updates.T
+        merged, self._notes, self._repeated = self._merged(), [], False
+        return merged.T
 
     def run(self, row: int, columns: range) -> Pages:
         """The pages of adjoining columns of one row, int64 [n]."""
@@ -56,7 +81,13 @@ class Mirror:
         rows.setflags(write=False)
         return rows
 
-
-def _once(entries: Entries) -> Entries:
-    cells: Cells = entries[2]
-    return entries[:, np.unique(cells, return_index=True)[1]]
+    def _merged(self) -> Int32:
+        """All notes, the last one of each entry: int32 [3, n]."""
+        if len(self._notes) == 1:
+            return self._notes[0]
+        notes = np.concatenate(self._notes, axis=1)
+        if not self._repeated:
+            return notes
+        backwards = notes[:, ::-1]
+        cells = self.starts[backwards[0]] + backwards[1]
+        return backwards[:, np.unique(cells, return_index=True)[1]]

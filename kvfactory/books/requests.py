@@ -41,6 +41,7 @@ class Requests:
         self.committed = np.zeros(num_rows, np.int64)
         self.reserved = np.zeros(num_rows, np.int64)
         self.exposed = np.zeros(num_rows, np.bool_)
+        self._any_exposed = False
         self._generation = np.zeros(num_rows, np.int64)
         self._last: tuple[list[Sequence], int | list[int], Batch] | None = None
 
@@ -49,7 +50,8 @@ class Requests:
         rows = self.rows.take(count)
         self._generation[rows] += 1
         self.committed[rows] = self.reserved[rows] = tokens
-        self.exposed[rows] = tokens > 0
+        if tokens:
+            self.expose(rows)
         return rows
 
     def handles(self, rows: Rows) -> list[Sequence]:
@@ -92,14 +94,22 @@ class Requests:
         self._last = named, counts, batch
         return batch
 
+    def expose(self, rows: Rows | int) -> None:
+        """The last pages of ``rows`` have other owners now."""
+        self.exposed[rows] = True
+        self._any_exposed = True
+
     def tails(self, batch: Batch, settled: Bool) -> Int64:
         """The new tokens that may fall on a page with other owners: int64 [n], indices.
 
         Where an earlier step of the sequence is open, that step has the page to write to already;
         whoever came to own it since shares only committed tokens, which nobody writes again.
         """
+        if not self._any_exposed:
+            return _NONE
         exposed = self.exposed[batch.rows]
-        if not np.count_nonzero(exposed):
+        if not exposed.any():
+            self._any_exposed = bool(self.exposed.any())
             return _NONE
         writers = exposed & settled & (batch.counts > 0)
         return batch.q_indptr[:-1][writers].astype(np.int64)

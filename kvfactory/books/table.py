@@ -10,9 +10,7 @@ import numpy as np
 from kvfactory.books.allocator import Allocator
 from kvfactory.books.ids import (
     SINK,
-    Cells,
     Columns,
-    Entries,
     Int32,
     Int64,
     Pages,
@@ -22,26 +20,13 @@ from kvfactory.books.ids import (
     Tokens,
     ranges,
 )
-from kvfactory.books.mirror import Mirror
+from kvfactory.books.mirror import Entries, Mirror
 from kvfactory.books.shape import TableShape
 from kvfactory.books.sight import Sight
-from kvfactory.books.step import TableStep
 from kvfactory.kinds import ceil_div
 
-NO_COPIES, NO_ENTRIES = np.zeros((0, 2), np.int64), np.zeros((3, 0), np.int64)
-_ZERO, _ONE = np.array(0), np.array(1)
-
-
-class Grid(NamedTuple):
-    """Where the new tokens of a step fall; the same for all tables of one page size.
-
-    ``cells`` and ``offsets`` int64 [tokens]: the table entry and the place in its page. ``opens``
-    are the entries of tokens at offset 0, each of which needs a new page.
-    """
-
-    cells: Cells
-    offsets: Int64
-    opens: Entries
+NO_COPIES = np.zeros((0, 2), np.int64)
+_ONE = np.array(1)
 
 
 class Part(NamedTuple):
@@ -57,12 +42,12 @@ class PageTable:
     Numbers that whole batches are divided by are arrays: numpy is twice as fast with those.
     """
 
-    def __init__(self, shape: TableShape, num_rows: int) -> None:
+    def __init__(self, shape: TableShape, mirror: Mirror) -> None:
+        num_rows = len(mirror.starts)
         self.shape = shape
         self.path = f"tables.{shape.name}"
-        self.pitch = shape.page_tokens, shape.row_pages
         self.pages = Allocator(shape.num_pages, self.path)
-        self.mirror = Mirror(num_rows, shape.row_pages)
+        self.mirror = mirror
         self.first = np.zeros(num_rows, np.int32)
         self.sight = Sight(shape.lifetime, shape.page_tokens)
         self._page_tokens = np.array(shape.page_tokens)
@@ -71,30 +56,19 @@ class PageTable:
 
     # ---- growing -----------------------------------------------------------------------
 
-    def grid(self, rows: Rows, positions: Positions) -> Grid:
-        """The grid of new tokens at ``positions`` int64 [tokens] of ``rows`` int64 [tokens]."""
-        columns = positions // self._page_tokens
-        offsets = positions - columns * self._page_tokens
-        cells = self.mirror.starts[rows] + columns
-        first = (offsets == _ZERO).nonzero()[0]
-        opens = np.array((rows[first], columns[first], cells[first]))
-        return Grid(cells, offsets, opens)
+    def shared(self, tails: Entries) -> Entries:
+        """Those of ``tails``, partial pages about to be written, that are to be copied before.
 
-    def shared_tails(self, grid: Grid, rows: Rows, tokens: Int64) -> Entries:
-        """Entries to copy before ``tokens`` int64 [rows], indices into the grid, are written.
-
-        Those are partial pages with several owners; the last of several writers keeps the page.
+        They have several owners; the last of several writers keeps the page.
         """
-        cells = grid.cells[tokens]
-        owners: dict[int, int] = {}
-        copied = np.zeros(len(tokens), np.bool_)
-        partial = (grid.offsets[tokens] > 0).nonzero()[0]
-        for index, page in zip(partial, self.mirror.pages[cells[partial]].tolist(), strict=True):
-            left = owners.get(page, int(self.pages.owners[page]))
-            copied[index] = left > 1
-            owners[page] = left - 1
-        cells = cells[copied]
-        return np.array((rows[copied], cells - self.mirror.starts[rows[copied]], cells))
+        pages = self.mirror.pages[tails.cells].tolist()
+        left = {page: int(self.pages.owners[page]) for page in pages}
+        copied = []
+        for index, page in enumerate(pages):
+            if left[page] > 1:
+                copied.append(index)
+                left[page] -= 1
+        return tails.of(copied)
 
     def pages_for(self, tokens: Tokens) -> Columns:
         """The pages that so many tokens take, and so the column behind the last of them."""
@@ -104,22 +78,23 @@ class PageTable:
     def reserve(self, rows: Rows, tokens: Tokens) -> None:
         """Pages for the first ``tokens`` tokens of fresh rows. The caller asked for room."""
         entries = self._between(rows, np.zeros_like(rows), self.pages_for(tokens))
-        self.mirror.write(entries, self.pages.take(entries.shape[1]))
+        self.mirror.rewrite(entries, self.pages.take(entries.cells.size))
 
-    def step(self, rows: Rows, lengths: Tokens, grid: Grid, shared: Entries) -> TableStep:
-        """The record of a step over ``rows`` whose new tokens fall on ``grid``.
+    def open(self, entries: Entries) -> None:
+        """A new page in each entry behind those of its row. The caller asked for room."""
+        self.mirror.write(entries, self.pages.take(entries.cells.size))
 
-        New pages are taken, and copies of the ``shared`` ones. The caller asked for room.
-        """
-        copies = self._copy(shared) if shared.size else NO_COPIES
-        if grid.opens.size:
-            self.mirror.write(grid.opens, self.pages.take(grid.opens.shape[1]))
-        slots, updates = self._slots(grid), self.mirror.updates()
-        return TableStep(slots, lengths, copies, updates, self.first_pages(rows))
+    def copy(self, entries: Entries) -> Int64:
+        """A page of its own in each entry: (old page, new page) int64 [n, 2], to be copied."""
+        old, new = self.mirror.pages[entries.cells], self.pages.take(entries.cells.size)
+        self.mirror.rewrite(entries, new)
+        self.pages.give(old)
+        return np.stack((old, new), axis=1)
 
-    def first_pages(self, rows: Rows) -> Int32:
-        """The first column that each row still owns, int32 [batch]."""
-        return self.first[rows] if self.sight.ends else np.zeros(rows.size, np.int32)
+    def news(self, rows: Rows) -> tuple[Int32, Int32]:
+        """What a step over ``rows`` has to tell: device updates, and each row's first column."""
+        first = self.first[rows] if self.sight.ends else np.zeros(rows.size, np.int32)
+        return self.mirror.updates(), first
 
     # ---- shrinking ---------------------------------------------------------------------
 
@@ -130,7 +105,9 @@ class PageTable:
         behind = (committed >= self._due[rows]).nonzero()[0]
         if behind.size:
             rows, seen = rows[behind], self.sight.first_columns(committed[behind])
-            self._drop(rows, self.first[rows], seen)
+            entries = self._between(rows, self.first[rows], seen)
+            self.pages.give_each(self.mirror.pages[entries.cells])
+            self.mirror.write(entries, SINK)
             self._begin(rows, seen)
 
     def cut(self, rows: Rows, tokens: Tokens, keep: Tokens) -> None:
@@ -177,16 +154,15 @@ class PageTable:
         self._begin(rows, np.full_like(rows, span.start))
         columns = np.tile(np.arange(span.start, span.stop), len(rows))
         entries = self.mirror.entries(np.repeat(rows, len(line)), columns)
-        self.mirror.write(entries, np.tile(line, len(rows)))
+        self.mirror.rewrite(entries, np.tile(line, len(rows)))
 
     # ---- entries -----------------------------------------------------------------------
 
-    def slots_at(self, rows: Rows, positions: Positions) -> Slots:
+    def slots(self, rows: Rows, positions: Positions) -> Slots:
         """The slots of ``positions`` int64 [n] of ``rows`` int64 [n]."""
-        return self._slots(self.grid(rows, positions))
-
-    def _slots(self, grid: Grid) -> Slots:
-        slots: Slots = self.mirror.pages[grid.cells] * self._page_tokens + grid.offsets
+        columns = positions // self._page_tokens
+        pages = self.mirror.pages[self.mirror.starts[rows] + columns]
+        slots: Slots = pages * self._page_tokens + positions % self._page_tokens
         return slots
 
     def _begin(self, rows: Rows, first: Columns) -> None:
@@ -194,12 +170,6 @@ class PageTable:
         self.first[rows] = first
         if self.sight.ends:
             self._due[rows] = self.sight.ends_of(first)
-
-    def _copy(self, entries: Entries) -> Int64:
-        old, new = self.mirror.pages[entries[2]], self.pages.take(entries.shape[1])
-        self.mirror.write(entries, new)
-        self.pages.give(old)
-        return np.stack((old, new), axis=1)
 
     def _between(self, rows: Rows, start: Columns, stop: Columns) -> Entries:
         counts = stop - start
@@ -209,5 +179,5 @@ class PageTable:
 
     def _drop(self, rows: Rows, start: Columns, stop: Columns) -> None:
         entries = self._between(rows, start, stop)
-        self.pages.give_each(self.mirror.pages[entries[2]])
-        self.mirror.write(entries, SINK)
+        self.pages.give_each(self.mirror.pages[entries.cells])
+        self.mirror.rewrite(entries, SINK)

@@ -51,6 +51,13 @@ def test_an_id_is_free_when_its_last_owner_gives_it() -> None:
     assert sorted(allocator.take(3).tolist()) == [1, 2, 3]
 
 
+def test_more_owners_than_ids_may_give_at_once() -> None:
+    allocator = Allocator(3, "t")
+    allocator.share(allocator.take(2), times=4)
+    allocator.give(ids(*[1, 2] * 5))
+    assert allocator.take(2).tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("wrong", [(0,), (-1,), (9,), (2, 2), (3,), (1, 3)])
 def test_double_free_and_foreign_ids_change_nothing(wrong: tuple[int, ...]) -> None:
     allocator = Allocator(5, "tables.full")
@@ -74,10 +81,7 @@ def test_only_owned_ids_can_be_shared(wrong: tuple[int, ...]) -> None:
 def test_shortage_says_what_is_there_and_what_is_wanted() -> None:
     allocator = Allocator(4, "tables.local")
     allocator.take(1)
-    assert allocator.shortage(2) is None
-    problem = allocator.shortage(3, "wait")
-    assert problem is not None
-    assert str(problem) == "tables.local: got 2 free of 3, need 3; try wait"
+    assert str(allocator.shortage(3, "wait")) == "tables.local: got 2 free of 3, need 3; try wait"
 
 
 def test_reset_restores_the_order_of_a_fresh_allocator() -> None:
