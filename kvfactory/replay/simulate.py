@@ -182,6 +182,8 @@ class Simulation:
     def _launch(self) -> bool:
         """Open the next step; False when no request has anything to do."""
         rows = self._rows
+        if not rows.size:
+            return False
         reserved = self.accounts.reserved[rows]
         settled = self.accounts.committed[rows] >= self._prompt[rows]
         counts = (settled & (reserved < self._total[rows])).astype(np.int64)
