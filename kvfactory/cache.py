@@ -86,6 +86,7 @@ class Cache:
         Raises:
             BooksError: a stale handle or a step in flight; nothing is closed then.
         """
+        self.states.copy_due()
         return offload(self._parts, sequences)
 
     def load(self, image: CacheImage) -> list[SequenceId]:
