@@ -52,7 +52,7 @@ class EncoderTable:
 
     def commit(self, rows: Rows) -> None:
         """The step over ``rows`` is decided: what it wrote is there."""
-        self._stage[rows[self._stage[rows] == _WRITING]] = _WRITTEN
+        self._stage[rows] = _WRITTEN
 
     def vacate(self, rows: Rows) -> None:
         """Release the encoder pages of rows."""

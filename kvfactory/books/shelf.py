@@ -54,11 +54,10 @@ class Shelf:
         cells = self._mirror.starts[rows] + columns
         first = (offsets == _ZERO).nonzero()[0]
         opens = self._mirror.entries(rows[first], columns[first])
-        tails = tails[offsets[tails] > 0] if tails.size else tails
         if not tails.size:
             return Growth(cells, offsets, opens, None)
-        partial = self._mirror.entries(rows[tails], columns[tails])
-        return Growth(cells, offsets, opens, [table.shared(partial) for table in self.tables])
+        written = self._mirror.entries(rows[tails], columns[tails])
+        return Growth(cells, offsets, opens, [table.shared(written) for table in self.tables])
 
     def demands(self, growth: Growth) -> list[tuple[Allocator, int]]:
         """The pages that each table would have to give."""

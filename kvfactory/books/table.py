@@ -57,9 +57,9 @@ class PageTable:
     # ---- growing -----------------------------------------------------------------------
 
     def shared(self, tails: Entries) -> Entries:
-        """Those of ``tails``, partial pages about to be written, that are to be copied before.
+        """Those of ``tails``, entries about to be written, whose page is to be copied before.
 
-        They have several owners; the last of several writers keeps the page.
+        It has several owners; the last of several writers keeps it.
         """
         pages = self.mirror.pages[tails.cells].tolist()
         left = {page: int(self.pages.owners[page]) for page in pages}

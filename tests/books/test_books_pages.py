@@ -124,6 +124,15 @@ def test_device_entries_change_when_pages_come_and_go() -> None:
     assert not books.rows("local").any()
 
 
+def test_an_entry_that_changed_twice_is_named_once_as_it_is_now() -> None:
+    books = books_of(FULL)
+    (sequence,) = books.open(1)
+    step = books.extend([sequence], 9)
+    books.commit(step, [1])
+    updates = books.extend([sequence], 7).tables["full"].updates
+    assert sorted(updates.tolist()) == [[1, 1, 2], [1, 2, 0]]
+
+
 def test_updates_do_not_pile_up_without_steps() -> None:
     books = books_of(FULL)
     (sequence,) = books.open(1)
