@@ -180,9 +180,8 @@ class FlashInfer:
         missing = [key for key in keys if key not in self._loaded]
         specs = [_specification(key) for key in missing]
         jit.build_jit_specs(specs)
-        self._loaded |= {
-            key: spec.build_and_load() for key, spec in zip(missing, specs, strict=True)
-        }
+        for key, spec in zip(missing, specs, strict=True):
+            self._loaded[key] = spec.load(spec.get_library_path())
 
     def module(self, key: ModuleKey) -> Module:
         """The module of a key that is not ``xqa``."""

@@ -185,17 +185,14 @@ class Scheduler:
         return Ask(name, work, slot, causal, shape.window_left)
 
     def _launch(self, step: Step, ask: Ask) -> Launch:
-        """A planned launch over all requests and the step's own page lists."""
-        space, info = self.planner.plan(step, ask)
-        module = self.planner.module(ask)
-        return replace(self._unplanned(step, ask), space=space, info=info, module=module)
-
-    def _unplanned(self, step: Step, ask: Ask) -> Launch:
+        """A launch over all requests and the step's own page lists, planned unless by ``xqa``."""
+        module = None if ask.name == "xqa" else self.planner.module(ask)
+        space, info = self.planner.plan(step, ask) if module else (None, None)
         return Launch(
             kernel=ask.name,
-            module=None,
-            space=None,
-            info=None,
+            module=module,
+            space=space,
+            info=info,
             q_indptr=step.q_indptr,
             lists=lists_of(step, self.shape.table),
             causal=ask.causal,
@@ -209,10 +206,9 @@ class Scheduler:
         for slot, entries in enumerate(parts):
             part = work if len(parts) == 1 else work.only(entries)
             ask = self._ask(self.planner.kernel_for(part, step), part, slot)
+            launch = self._launch(step, ask)
             if ask.name == "xqa":
-                launch = self._with_tables(step, self._unplanned(step, ask))
-            else:
-                launch = self._launch(step, ask)
+                launch = self._with_tables(step, launch)
             if len(parts) > 1:
                 launch = self._over(step, schedule, launch, part, entries)
             schedule.main += (launch,)
