@@ -181,9 +181,12 @@ class ErrorMeter:
 
 
 def round_trip(
-    tensor: TensorPlan, x: Tensor, constants: Mapping[str, Tensor] | None = None
+    tensor: TensorPlan,
+    x: Tensor,
+    constants: Mapping[str, Tensor] | None = None,
+    dtype: str | None = None,
 ) -> Tensor:
-    """``x`` [rows, *axes] as the tensor's format gives it back, in the compute type.
+    """``x`` [rows, *axes] as the tensor's format gives it back, in ``dtype`` or the compute type.
 
     ``constants`` are one layer's; their defaults otherwise.
     """
@@ -191,7 +194,7 @@ def round_trip(
     known = {c.name: x.new_full(c.shape, c.default, dtype=torch.float32) for c in tensor.constants}
     known.update(constants or {})
     planes = codec.encode(tensor.logical, x, known)
-    return codec.decode(tensor.logical, planes, known, tensor.logical.dtype)
+    return codec.decode(tensor.logical, planes, known, dtype or tensor.logical.dtype)
 
 
 def storage_errors(
@@ -221,7 +224,10 @@ def storage_errors(
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a group did: ``error`` of its answers, the ``bound`` on it, and where it comes from."""
+    """How a group did: ``error`` of its answers, the ``bound`` on it, and where it comes from.
+
+    ``key_error`` and ``value_error`` are those of what is stored; ``note`` says more in words.
+    """
 
     group: str
     numbers: int
@@ -229,6 +235,7 @@ class Verdict:
     bound: float
     key_error: float
     value_error: float
+    note: str = ""
 
     @property
     def passed(self) -> bool:
@@ -255,13 +262,14 @@ class Verifier:
         self._constants = constants or {}
         self._histories: dict[tuple[str, int, int], History] = {}
 
-    def inputs(self, group: GroupPlan, layer: int, step: Step) -> Inputs:
+    def inputs(self, group: GroupPlan, layer: int, step: Step, queries: bool = True) -> Inputs:
         """Queries of the step's new tokens in model ``layer``, and the rows that it writes.
 
-        An alias writes nothing, and cross attention only at a request's first step.
+        An alias writes nothing, and cross attention only at a request's first step. Without
+        ``queries`` there are none: the step is only written.
         """
         counts = self._new_entries(group, layer, step)
-        drawn = self.workload.draw(group, len(step.positions), sum(counts))
+        drawn = self.workload.draw(group, len(step.positions) if queries else 0, sum(counts))
         rows = {name: torch.split(x, counts) for name, x in drawn.tensors.items()}
         for number, row in enumerate(step.rows.tolist()):
             if counts[number]:
@@ -294,14 +302,14 @@ class Verifier:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """One verdict per attention group."""
-        found = []
-        for group in self.plan.groups:
-            if isinstance(group.work, Attention):
-                keys, values = storage_errors(group, self._constants.get(group.name))
-                error, numbers = self.meter.relative(group.name), self.meter.count(group.name)
-                bound = acceptance(keys, values)
-                found.append(Verdict(group.name, numbers, error, bound, keys, values))
-        return tuple(found)
+        groups = (group for group in self.plan.groups if isinstance(group.work, Attention))
+        return tuple(self.verdict(group) for group in groups)
+
+    def verdict(self, group: GroupPlan) -> Verdict:
+        """The verdict of an attention group."""
+        keys, values = storage_errors(group, self._constants.get(group.name))
+        error, numbers = self.meter.relative(group.name), self.meter.count(group.name)
+        return Verdict(group.name, numbers, error, acceptance(keys, values), keys, values)
 
     def _history(self, group: GroupPlan, layer: int, row: int) -> History:
         owner = dict(self.plan.spec.model.aliases).get(layer, layer)
@@ -317,7 +325,12 @@ class Verifier:
             lengths = step.tables[group.table].kv_lengths.tolist()
             fresh = (not self._history(group, layer, row).entries for row in step.rows.tolist())
             return [kv if new else 0 for kv, new in zip(lengths, fresh, strict=True)]
-        ratio = group.tokens_per_entry
-        after = step.prefix + step.q_indptr[1:] - step.q_indptr[:-1]
-        counts: list[int] = (after // ratio - step.prefix // ratio).tolist()
-        return counts
+        return new_entries(group, step)
+
+
+def new_entries(group: GroupPlan, step: Step) -> list[int]:
+    """Entries of ``group`` that each request of the step completes."""
+    ratio = group.tokens_per_entry
+    after = step.prefix + step.q_indptr[1:] - step.q_indptr[:-1]
+    counts: list[int] = (after // ratio - step.prefix // ratio).tolist()
+    return counts

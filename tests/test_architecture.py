@@ -34,7 +34,7 @@ FLOORS: list[set[str]] = [
     {"layerwork", "retraction", "foreign"},
     {"cache"},
     {"builder"},
-    {"verify", "report", "replay", "integrations", "progress"},
+    {"verify", "verify_index", "verify_state", "report", "replay", "integrations", "progress"},
     {"devices", "confdirs", "overrides", "huggingface"},
     {"composer"},
     {"actions"},

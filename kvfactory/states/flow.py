@@ -12,7 +12,8 @@ Between the projections of a model (which are drawn here) lie convolutions and t
     want, _ = layer.run(layer.fresh(), history)          # one request, all its inputs in one go
 
 ``LinearInputs.part`` cuts and ``LinearInputs.join`` concatenates inputs along tokens. Up to
-``SCANNED`` tokens are scanned one by one, which gives the same bits however they are split.
+``SCANNED`` tokens are scanned one by one, which gives the same bits however they are split; so are
+states of few keys a head (Mamba-1), where blocks of tokens cost more.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class LinearLayer:
             return Run(torch.cat(outs, -1), after, None)
         drive = self._drive(outs[0] if outs else None, inputs.drawn)
         axes = tuple(name for name, _ in self.group.tensor("recurrent").logical.axes)
-        short = one_by_one or drive.tokens <= SCANNED
+        short = one_by_one or min(drive.tokens, drive.k.shape[-1]) <= SCANNED
         out, recurrent = (scan if short else chunk)(state["recurrent"], axes, drive)
         after["recurrent"] = recurrent.to(state["recurrent"].dtype)
         return Run(torch.cat([out.flatten(1), *outs[1:]], -1), after, drive)
