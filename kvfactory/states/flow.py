@@ -75,7 +75,10 @@ class Run:
 
 
 class LinearLayer:
-    """One layer of recurrent ``group`` with weights drawn for model layer ``layer``."""
+    """One layer of recurrent ``group`` with weights drawn for model layer ``layer``.
+
+    Equal seeds give equal numbers on every ``device``.
+    """
 
     def __init__(
         self,
@@ -84,16 +87,18 @@ class LinearLayer:
         layer: int,
         dtype: str = "bfloat16",
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         assert isinstance(group.work, Recurrence)
         self.group, self.work, self.spec = group, group.work, spec
         self.heads, self.dtype = heads_of(spec), torch_dtype(dtype)
+        self.device = device
         self._random = torch.Generator().manual_seed(seed * 100_003 + layer)
         self._weights = [
             self._normal(channels, taps + 1) / (taps + 1) ** 0.5 for channels, taps in spec.conv
         ]
         heads = self.heads.heads if self.heads else spec.conv[0][0] if spec.conv else 1
-        self._rates = torch.rand(heads, generator=self._random) * 0.5 + 0.01
+        self._rates = torch.rand(heads, generator=self._random).to(device) * 0.5 + 0.01
         self._shapes = self._drawn_shapes()
 
     # ---- inputs ------------------------------------------------------------------------------
@@ -107,7 +112,7 @@ class LinearLayer:
         return LinearInputs(conv, {name: self._normal(tokens, *shape) for name, shape in shapes})
 
     def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._random)
+        return torch.randn(shape, generator=self._random).to(self.device)
 
     def _drawn_shapes(self) -> dict[str, tuple[int, ...]]:
         rule, heads = self.work.rule, self.heads
@@ -142,6 +147,7 @@ class LinearLayer:
             tensor.name: torch.zeros(
                 [extent for _, extent in tensor.logical.axes],
                 dtype=torch_dtype(tensor.logical.dtype),
+                device=self.device,
             )
             for tensor in self.group.tensors
         }

@@ -30,5 +30,8 @@ def store(pool: Pool, layer_index: int, slots: Tensor, name: str, values: Tensor
 
 
 def device_ids(pool: Pool, ids: object) -> Tensor:
-    """Ids as int64 on the pool's device."""
-    return torch.as_tensor(ids, dtype=torch.int64).to(pool.bound.arena.device)
+    """Ids as int64 on the pool's device, which nobody waits for."""
+    found, device = torch.as_tensor(ids, dtype=torch.int64), pool.bound.arena.device
+    if found.device == device:
+        return found
+    return found.pin_memory().to(device, non_blocking=True)

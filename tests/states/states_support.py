@@ -57,7 +57,10 @@ class Loop:
         (self.group,) = (g for g in self.cache.plan.groups if isinstance(g.work, Recurrence))
         spec = self.cache.plan.spec.model.groups["state"]
         assert isinstance(spec, LinearGroup)
-        self.layers = {layer: LinearLayer(self.group, spec, layer) for layer in self.group.layers}
+        self.layers = {
+            layer: LinearLayer(self.group, spec, layer, device=self.cache.plan.spec.device.type)
+            for layer in self.group.layers
+        }
         self.history: dict[SequenceId, dict[int, LinearInputs]] = {}
 
     def open(self, count: int = 1) -> list[SequenceId]:
@@ -113,7 +116,7 @@ class Loop:
 
     def state_at(self, place: int, layer: int) -> State:
         pool, index = self.cache.pool(layer, "state")
-        slot = torch.tensor([place])
+        slot = torch.tensor([place], device=pool.bound.arena.device)
         state = {t.name: fetch(pool, index, slot, t.name)[0] for t in self.group.tensors}
         ring = self.cache.states._rings.get("state")
         if ring:
