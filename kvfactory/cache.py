@@ -134,7 +134,8 @@ class Cache:
                 pool.copy_pages(copies)
         self.states.begin(record)
         if self._foreign:
-            self._foreign, record = False, refreshed(record, self.books)
+            self._foreign = False
+            self._parts.buffers.update_tables(refreshed(record, self.books))
         return self._fill(record)
 
     def _fill(self, record: StepRecord) -> Step:

@@ -30,8 +30,9 @@ class LayerWork:
         self.router = Router(parts.plan)
 
     def gate(self, layers: tuple[int, ...] | None) -> Gate:
-        """A closed gate before ``layers``, or all that keep something."""
-        kept = self._parts.plan.owners if layers is None else layers
+        """A closed gate before ``layers``, or all that keep something of their own."""
+        kept = [layer for group in self._parts.plan.groups for layer in group.layers]
+        kept = kept if layers is None else list(layers)
         gate = Gate(kept, self._parts.arena.device)
         self._gates.append(gate)
         return gate
