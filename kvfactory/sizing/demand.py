@@ -9,7 +9,7 @@ count is decided here:
   grown into yet, and narrows its chunks when all are at their longest. It never stops: with
   nothing of its own in flight a request owns so little that one more token fits into D.
 
-So a number of requests never falls by more than a hundredth below the most that D allows.
+So where many are served, prefill costs at most one request in a hundred.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _too_few(key: TableKey, name: str, tokens: int, spec: Spec) -> Problem:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Tables' shares of what device tables, step arrays and the other tables leave of a budget."""
+    """Tables' shares of what device tables, step arrays, workspaces and sinks leave of a budget."""
 
     tables: Sequence[TableDraft]
     given: Mapping[TableKey, tuple[str, float]]
@@ -123,8 +123,7 @@ class _Shares:
 
     def pages(self, requests: int) -> dict[TableKey, int]:
         """Pages by table for ``requests``: shares where given, else what they need."""
-        need = {table.key: pages_for(table.key, requests, self.spec) for table in self.tables}
-        bare = need | dict.fromkeys(self.given, 1)
+        bare = {table.key: 1 for table in self.tables}
         base = self._bytes(bare, requests)
         costs = {key: self._bytes({**bare, key: 1 + _STRIDE}, requests) - base for key in bare}
         left = self.budget - base
@@ -135,13 +134,17 @@ class _Shares:
             }
             over = self._bytes(bare | shares, requests) - self.budget
             if over <= 0 or left <= 0:
-                return bare | shares
+                return self._needed(requests) | shares
             left -= over
 
-    def lacking(self, requests: int) -> dict[TableKey, int]:
-        """Pages that each of the tables lacks, negative where some are left."""
-        have = self.pages(requests)
-        return {key: pages_for(key, requests, self.spec) - have[key] for key in self.given}
+    def _needed(self, requests: int) -> dict[TableKey, int]:
+        return {table.key: pages_for(table.key, requests, self.spec) for table in self.tables}
+
+    def lacking(self, requests: int) -> dict[str, int]:
+        """By name: pages that a share lacks for ``requests``, and bytes that the rest lacks."""
+        have, need = self.pages(requests), self._needed(requests)
+        lacking = {name: need[key] - have[key] for key, (name, _) in self.given.items()}
+        return lacking | {"": self._bytes(have, requests) - self.budget}
 
     def _bytes(self, pages: Mapping[TableKey, int], requests: int) -> int:
         return self.count(Sizes(pages, limits(requests, self.spec)))
@@ -153,7 +156,7 @@ def solve_ratios(
     """The most requests whose pages fit into every table's share of ``budget``.
 
     Raises:
-        PlanError: shares that are too small for one request.
+        PlanError: shares that are too small for one request, or leave too little to others.
     """
     shares = _Shares(tables, by_table(tables, spec.memory.ratios), spec, budget, count)
     lacking = shares.lacking(1)
@@ -164,15 +167,22 @@ def solve_ratios(
     binding = f"engine.max_requests={requests}"
     if requests != rows:
         lacking = shares.lacking(requests + 1)
-        name, share = shares.given[max(lacking, key=lambda key: lacking[key])]
-        binding = f"memory.ratios.{name}={share:g}"
+        name = max(lacking, key=lambda name: (lacking[name] > 0, bool(name)))
+        binding = "what memory.ratios leave of the budget"
+        if name:
+            binding = f"memory.ratios.{name}={spec.memory.ratios[name]:g}"
     return Sizes(shares.pages(requests), limits(requests, spec)), binding
 
 
-def _small_shares(shares: _Shares, lacking: Mapping[TableKey, int]) -> Iterator[Problem]:
+def _small_shares(shares: _Shares, lacking: Mapping[str, int]) -> Iterator[Problem]:
     have = shares.pages(1)
     for key, (name, share) in shares.given.items():
-        if lacking[key] > 0:
-            got = f"{share:g}, which is {have[key] - 1} pages of {shares.budget} B"
-            need = f"at least {have[key] - 1 + lacking[key]} pages for one request"
+        if lacking[name] > 0:
+            pages = have[key] - 1
+            got = f"{share:g}, which is {pages} pages of {shares.budget} B"
+            need = f"at least {pages + lacking[name]} pages for one request"
             yield Problem(f"memory.ratios.{name}", got, f"{need}, and the sink of every table")
+    if lacking[""] > 0:
+        named = ", ".join(f"{name} {share:g}" for name, share in shares.given.values())
+        got = f"{named}, which leave {lacking['']} B too little to the other tables"
+        yield Problem("memory.ratios", got, "smaller shares, or a larger memory.budget")
