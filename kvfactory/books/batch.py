@@ -15,7 +15,8 @@ class Batch(NamedTuple):
 
     ``rows`` and ``counts`` int64 [batch]. Of each new token, ``owners`` int64 [tokens] is its
     index in the batch and ``nodes`` int64 [tokens] its index among the sequence's own; both are
-    None where every sequence has one token, so that tokens and sequences coincide.
+    None where every sequence has one token, so that tokens and sequences coincide. ``most`` is
+    the largest count.
     """
 
     rows: Rows
@@ -24,6 +25,7 @@ class Batch(NamedTuple):
     q_indptr: Int32
     owners: Int64 | None
     nodes: Int64 | None
+    most: int
 
     def of_tokens(self, per_sequence: Int64) -> Int64:
         """A value per sequence, repeated for each of its new tokens."""
@@ -52,7 +54,8 @@ def batch_of(rows: Rows, new_tokens: int | list[int]) -> Batch:
     if (counts != 1).any():
         owners = np.repeat(np.arange(len(rows)), counts)
         nodes = ranges(np.zeros_like(counts), counts)
-    return Batch(rows, counts, rows.astype(np.int32), q_indptr, owners, nodes)
+    most = int(counts.max(initial=0))
+    return Batch(rows, counts, rows.astype(np.int32), q_indptr, owners, nodes, most)
 
 
 def depths_of(batch: Batch, parents: Int64) -> Int64:

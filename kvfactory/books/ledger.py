@@ -49,7 +49,7 @@ class Ledger:
         self.tables = {table.shape.name: table for shelf in self.shelves for table in shelf.tables}
         self.encoders = {table.name: EncoderTable(table, rows) for table in encoders}
         self.states = {state.name: StateTable(state, rows) for state in shape.states}
-        self.row_tokens = np.array(min((table.row_tokens for table in others), default=2**62))
+        self.row_tokens = min((table.row_tokens for table in others), default=2**62)
         self.encoder_tokens = min((table.row_tokens for table in encoders), default=0)
 
     @property
@@ -182,7 +182,8 @@ class Ledger:
             OutOfPages: a problem for each table that is short.
         """
         growths = [shelf.growth(rows, positions, tails) for shelf in self.shelves]
-        require(*chain.from_iterable(map(Shelf.demands, self.shelves, growths)))
+        if not all(map(Shelf.has_room, self.shelves, growths)):
+            require(*chain.from_iterable(map(Shelf.demands, self.shelves, growths)))
         return growths
 
     def decide(self, batch: Batch, accepted: Tokens) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvfactory.books.ids import Cells, Columns, Int32, Int64, Pages, Rows
+from kvfactory.books.ids import SINK, Cells, Columns, Int32, Int64, Pages, Rows
 
 _NOTES = 64
 
@@ -52,6 +52,16 @@ class Mirror:
         note = entries.note.copy()
         note[2] = pages
         self._notes.append(note)
+
+    def clear(self, rows: Rows, columns: Columns) -> Pages:
+        """Empty entries that were not written since the last update: the pages they had."""
+        note = np.zeros((3, rows.size), np.int32)
+        note[0], note[1] = rows, columns
+        self._notes.append(note)
+        cells = self.starts[rows] + columns
+        pages: Pages = self.pages[cells]
+        self.pages[cells] = SINK
+        return pages
 
     def rewrite(self, entries: Entries, pages: Pages | int) -> None:
         """Put ``pages`` int64 [n] into any entries."""

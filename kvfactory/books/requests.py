@@ -42,6 +42,7 @@ class Requests:
         self.reserved = np.zeros(num_rows, np.int64)
         self.exposed = np.zeros(num_rows, np.bool_)
         self._any_exposed = False
+        self._longest = 0
         self._generation = np.zeros(num_rows, np.int64)
         self._last: tuple[list[Sequence], int | list[int], Batch] | None = None
 
@@ -50,6 +51,7 @@ class Requests:
         rows = self.rows.take(count)
         self._generation[rows] += 1
         self.committed[rows] = self.reserved[rows] = tokens
+        self._longest = max(self._longest, tokens)
         if tokens:
             self.expose(rows)
         return rows
@@ -114,9 +116,19 @@ class Requests:
         writers = exposed & settled & (batch.counts > 0)
         return batch.q_indptr[:-1][writers].astype(np.int64)
 
+    def may_pass(self, limit: int, batch: Batch) -> bool:
+        """Whether a step may make a sequence longer than ``limit`` tokens; True is no proof.
+
+        The length of the longest sequence is tracked from above, and looked up near the limit.
+        """
+        if self._longest + batch.most > limit:
+            self._longest = int(self.reserved.max())
+        return self._longest + batch.most > limit
+
     def reserve(self, batch: Batch, lengths: Tokens, tails: Int64) -> None:
         """Enter the lengths int64 [batch] after a step; the pages of ``tails`` are its own now."""
         self.reserved[batch.rows] = lengths
+        self._longest += batch.most
         if tails.size:
             self.exposed[batch.of_tokens(batch.rows)[tails]] = False
 

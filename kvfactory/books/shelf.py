@@ -59,6 +59,16 @@ class Shelf:
         written = self._mirror.entries(rows[tails], columns[tails])
         return Growth(cells, offsets, opens, [table.shared(written) for table in self.tables])
 
+    def has_room(self, growth: Growth) -> bool:
+        """Whether every table has the pages; ``demands`` says it at length."""
+        if growth.shared is not None:
+            return all(count <= pages.free for pages, count in self.demands(growth))
+        opened = growth.opens.cells.size
+        for table in self.tables:
+            if opened > table.pages.free:
+                return False
+        return True
+
     def demands(self, growth: Growth) -> list[tuple[Allocator, int]]:
         """The pages that each table would have to give."""
         opened = growth.opens.cells.size

@@ -77,7 +77,7 @@ class PageTable:
 
     def reserve(self, rows: Rows, tokens: Tokens) -> None:
         """Pages for the first ``tokens`` tokens of fresh rows. The caller asked for room."""
-        entries = self._between(rows, np.zeros_like(rows), self.pages_for(tokens))
+        entries = self.mirror.entries(*_between(rows, np.zeros_like(rows), self.pages_for(tokens)))
         self.mirror.rewrite(entries, self.pages.take(entries.cells.size))
 
     def open(self, entries: Entries) -> None:
@@ -105,9 +105,7 @@ class PageTable:
         behind = (committed >= self._due[rows]).nonzero()[0]
         if behind.size:
             rows, seen = rows[behind], self.sight.first_columns(committed[behind])
-            entries = self._between(rows, self.first[rows], seen)
-            self.pages.give_each(self.mirror.pages[entries.cells])
-            self.mirror.write(entries, SINK)
+            self.pages.give_each(self.mirror.clear(*_between(rows, self.first[rows], seen)))
             self._begin(rows, seen)
 
     def cut(self, rows: Rows, tokens: Tokens, keep: Tokens) -> None:
@@ -171,13 +169,15 @@ class PageTable:
         if self.sight.ends:
             self._due[rows] = self.sight.ends_of(first)
 
-    def _between(self, rows: Rows, start: Columns, stop: Columns) -> Entries:
-        counts = stop - start
-        if np.count_nonzero(counts != _ONE):
-            rows, start = np.repeat(rows, counts), ranges(start, counts)
-        return self.mirror.entries(rows, start)
-
     def _drop(self, rows: Rows, start: Columns, stop: Columns) -> None:
-        entries = self._between(rows, start, stop)
+        entries = self.mirror.entries(*_between(rows, start, stop))
         self.pages.give_each(self.mirror.pages[entries.cells])
         self.mirror.rewrite(entries, SINK)
+
+
+def _between(rows: Rows, start: Columns, stop: Columns) -> tuple[Rows, Columns]:
+    """The entries from column ``start`` to before ``stop`` of each row: their rows and columns."""
+    counts = stop - start
+    if np.count_nonzero(counts != _ONE):
+        return np.repeat(rows, counts), ranges(start, counts)
+    return rows, start

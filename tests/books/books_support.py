@@ -37,7 +37,7 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, set):
         return {id(item) for item in value}
     if type(value).__module__.startswith("kvfactory.books"):
-        scratch = ("_last", "_mark", "_any_exposed")
+        scratch = ("_last", "_mark", "_any_exposed", "_longest")
         return {key: snapshot(item) for key, item in vars(value).items() if key not in scratch}
     return value
 

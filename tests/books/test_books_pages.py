@@ -271,3 +271,16 @@ def test_a_request_never_owns_more_than_the_plan_grants(
 def test_shapes_are_values() -> None:
     assert BooksShape((FULL,), (), 4, 2) == BooksShape((FULL,), (), 4, 2)
     assert FULL.row_tokens == 40
+
+
+def test_the_end_of_a_row_is_found_however_long_others_were() -> None:
+    books = books_of(FULL)
+    long, short = books.open(2)
+    books.commit(books.extend([long, short], [40, 1]))
+    for _ in range(3):
+        books.commit(books.extend([long, short], [0, 13]))
+    for refused in ([long], [short]):
+        with pytest.raises(BooksError, match="a sequence of 41 tokens"):
+            books.extend(refused, 1)
+    books.close([long, short])
+    assert books.extend(books.open(1), 40).lengths.tolist() == [40]
