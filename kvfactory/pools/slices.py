@@ -1,7 +1,8 @@
 """Transfers between unequal tensor-parallel sizes: the runs that hold a share of heads or channels.
 
 Ranks share token tensors and recurrent states by head (Mamba-1: by channel) and convolution windows
-by channel, each of the stacked blocks (q, k, v) on its own. What has a single head is replicated.
+by channel, each of the stacked blocks (q, k, v) on its own and by its heads. Where there are more
+ranks than heads, every head is on as many ranks as are left for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvfactory.cacheplan import GroupPlan, PlanePlan, Recurrence, TensorPlan
 from kvfactory.errors import Problem, SpecError
@@ -21,13 +23,15 @@ SLICED = ("head", "channel")
 class Slicing:
     """How ranks share a plane: ``axis`` and the extents of the ``blocks`` stacked along it.
 
-    ``outer_count`` contiguous pieces per block and page hold a rank's share of one layer.
+    ``heads`` are those of each block, the parts that ranks do not divide. ``outer_count``
+    contiguous pieces per block and page hold a rank's share of one layer.
     """
 
     plane: str
     axis: str
     blocks: tuple[int, ...]
     outer_count: int
+    heads: tuple[int, ...]
 
 
 def slicings(group: GroupPlan) -> tuple[Slicing, ...]:
@@ -40,9 +44,10 @@ def slicings(group: GroupPlan) -> tuple[Slicing, ...]:
     for tensor in group.tensors:
         for plane in tensor.planes:
             axis, blocks = _blocks(group, tensor, plane)
-            pieces = list(_pieces(plane, axis, 0, blocks[0]))
+            pieces = list(_pieces(plane, axis, 0, blocks[0].extent))
             layers = {layer for layer, _, _ in pieces}
-            found.append(Slicing(plane.key, axis, blocks, len(pieces) // len(layers)))
+            extents, heads = zip(*blocks, strict=True)
+            found.append(Slicing(plane.key, axis, extents, len(pieces) // len(layers), heads))
     return tuple(found)
 
 
@@ -50,10 +55,11 @@ def slice_regions(group: GroupPlan, part: int, parts: int) -> tuple[Region, ...]
     """The runs of page 0 that hold share ``part`` of ``parts`` of every plane.
 
     Those of share r of n of one pool match, in order and size, all runs (share 0 of 1) of a pool
-    of one n-th of the heads, of the same layout and formats.
+    of one n-th of the heads (of one head where there are fewer), of the same layout and formats.
 
     Raises:
-        SpecError: blocks that ``parts`` does not divide, or a layout that splits the axis.
+        SpecError: heads of which neither ``parts`` nor they are a multiple, or a layout that splits
+            the axis.
     """
     found: list[Region] = []
     for tensor in group.tensors:
@@ -64,8 +70,17 @@ def slice_regions(group: GroupPlan, part: int, parts: int) -> tuple[Region, ...]
     return tuple(found)
 
 
-def _blocks(group: GroupPlan, tensor: TensorPlan, plane: PlanePlan) -> tuple[str, tuple[int, ...]]:
-    """The axis that ranks share, and the extents stacked along it; no axis when replicated."""
+class _Block(NamedTuple):
+    """A part of an axis that ranks share by its ``heads``, which have equally many elements."""
+
+    extent: int
+    heads: int
+
+
+def _blocks(
+    group: GroupPlan, tensor: TensorPlan, plane: PlanePlan
+) -> tuple[str, tuple[_Block, ...]]:
+    """The axis that ranks share, and what is stacked along it; no axis when replicated."""
     sizes = dict(zip(plane.place.axes, plane.place.shape, strict=True))
     for axis in SLICED:
         if axis in sizes:
@@ -73,37 +88,36 @@ def _blocks(group: GroupPlan, tensor: TensorPlan, plane: PlanePlan) -> tuple[str
         if any(label.startswith((f"{axis}/", f"{axis}%")) for label in sizes):
             need = f"a layout that keeps {axis} whole, to share it among ranks"
             raise SpecError(Problem(f"layout of {plane.key}", f"'{group.layout}'", need))
-    return "", (1,)
+    return "", (_Block(1, 1),)
 
 
-def _stacked(group: GroupPlan, tensor: TensorPlan, axis: str, extent: int) -> tuple[int, ...]:
+def _stacked(group: GroupPlan, tensor: TensorPlan, axis: str, extent: int) -> tuple[_Block, ...]:
     """A convolution runs over q, k and v (Mamba-2: x, B and C) stacked in one tensor."""
     states = [other.logical for other in group.tensors if "value" in dict(other.logical.axes)]
     if axis != "channel" or not states or not isinstance(group.work, Recurrence):
-        return (extent,)
-    inner = states[0].extent("head") * states[0].extent("value")
+        return (_Block(extent, extent),)
+    heads, key = states[0].extent("head"), states[0].extent("key")
+    inner = heads * states[0].extent("value")
     rest = extent - inner
-    if rest <= 0 or rest % 2:
-        return (extent,)
-    keys = (rest // 2, rest // 2)
-    return (inner, *keys) if group.work.rule == "mamba2" else (*keys, inner)
+    if rest <= 0 or rest % (2 * key):
+        return (_Block(extent, extent),)
+    values, keys = _Block(inner, heads), _Block(rest // 2, rest // (2 * key))
+    return (values, keys, keys) if group.work.rule == "mamba2" else (keys, keys, values)
 
 
 def _shares(
-    plane: PlanePlan, axis: str, blocks: tuple[int, ...], part: int, parts: int
+    plane: PlanePlan, axis: str, blocks: tuple[_Block, ...], part: int, parts: int
 ) -> Iterator[tuple[int, int]]:
     """(start, extent) along the axis of every block's share."""
     if not 0 <= part < parts:
         raise SpecError(Problem("part", str(part), f"a share below parts={parts}"))
     start = 0
-    for extent in blocks:
-        if extent == 1:
-            yield start, 1
-        elif extent % parts:
-            need = f"a multiple of parts={parts}"
-            raise SpecError(Problem(f"{axis} of {plane.key}", str(extent), need))
-        else:
-            yield start + part * (extent // parts), extent // parts
+    for extent, heads in blocks:
+        if heads % parts and parts % heads:
+            need = f"a multiple of parts={parts}, or a divisor"
+            raise SpecError(Problem(f"{axis} of {plane.key}", f"{heads} heads", need))
+        unit = extent // heads
+        yield start + part * heads // parts * unit, max(1, heads // parts) * unit
         start += extent
 
 

@@ -137,11 +137,40 @@ def test_states_are_shared_by_head_and_windows_by_block(
 def test_what_a_record_says() -> None:
     pool = make(state("gdn", 4, window_first=True), "state_split")
     assert pool.slicings() == (
-        Slicing("conv0", "channel", (8, 8, 32), 3),
-        Slicing("recurrent", "head", (4,), 1),
+        Slicing("conv0", "channel", (8, 8, 32), 3, (2, 2, 4)),
+        Slicing("recurrent", "head", (4,), 1, (4,)),
     )
-    assert make(gqa(4), "nhd").slicings()[0] == Slicing("k", "head", (4,), 32)
-    assert make(gqa(4), "hnd").slicings()[0] == Slicing("k", "head", (4,), 1)
+    assert make(gqa(4), "nhd").slicings()[0] == Slicing("k", "head", (4,), 32, (4,))
+    assert make(gqa(4), "hnd").slicings()[0] == Slicing("k", "head", (4,), 1, (4,))
+
+
+@pytest.mark.parametrize("layout", ["state_split", "slot_major"])
+def test_ranks_beyond_the_key_heads_share_them(layout: str) -> None:
+    """Eight value heads and two groups of B and C on four ranks: two ranks have the same group."""
+    shapes = {"recurrence": "mamba2", "kind": "linear", "layers": [0]}
+    whole = {"conv": [[8 * 8 + 2 * 2 * 4, 3]], "recurrent": {"head": 8, "value": 8, "key": 4}}
+    mine = {"conv": [[2 * 8 + 2 * 4, 3]], "recurrent": {"head": 2, "value": 8, "key": 4}}
+    full, slots = make({**shapes, **whole}, layout), torch.tensor([1])
+    x = {"conv0": torch.randn(1, 80, 3), "recurrent": torch.randn(1, 8, 8, 4)}
+    full.write(0, slots, **x)
+    for part in range(4):
+        rank = make({**shapes, **mine}, layout)
+        send(full, rank, full.slice_regions([1], part, 4), rank.slice_regions([1], 0, 1))
+        values, b, c = x["conv0"].bfloat16().split((64, 8, 8), 1)
+        group = slice(4 * (part // 2), 4 * (part // 2) + 4)
+        wanted = torch.cat([values.chunk(4, 1)[part], b[:, group], c[:, group]], 1)
+        found = rank.read(0, slots, torch.float32)
+        assert torch.equal(found["conv0"], wanted.float())
+        assert torch.equal(found["recurrent"], x["recurrent"].chunk(4, 1)[part])
+
+
+def test_key_and_value_heads_beyond_the_ranks_are_replicated() -> None:
+    full, slots = make(gqa(2), "hnd"), torch.arange(32, 64)
+    full.write(0, slots, k=torch.randn(32, 2, 64), v=torch.randn(32, 2, 32))
+    for part in range(4):
+        rank = make(gqa(1), "hnd")
+        send(full, rank, full.slice_regions([1], part, 4), rank.slice_regions([1], 0, 1))
+        assert torch.equal(rank.read(0, slots)["k"][:, 0], full.read(0, slots)["k"][:, part // 2])
 
 
 def test_latents_are_replicated() -> None:
