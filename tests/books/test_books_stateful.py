@@ -448,7 +448,7 @@ class SmallTableMachine(BooksMachine):
 
 
 LIMITS = settings(
-    max_examples=80,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
