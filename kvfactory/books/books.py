@@ -17,7 +17,7 @@ from kvfactory.books.ledger import Ledger
 from kvfactory.books.requests import NewTokens, Sequence
 from kvfactory.books.segments import Segment, Segments
 from kvfactory.books.shape import BooksShape
-from kvfactory.books.step import Committed, StepRecord, TableStep
+from kvfactory.books.step import Committed, StepRecord
 
 _NONE = np.zeros(0, np.int64)
 
@@ -127,25 +127,11 @@ class Books:
         tails = requests.tails(batch, settled)
         growths = ledger.growths(batch.of_tokens(batch.rows), stored, tails)
         requests.reserve(batch, lengths, tails)
-        tables: dict[str, TableStep] = {}
-        for shelf, growth in zip(ledger.shelves, growths, strict=True):
-            tables |= shelf.step(batch.rows, lengths, growth)
-        for name, encoder in ledger.encoders.items():
-            tables[name] = encoder.step(batch.rows)
-        states = {name: state.step(batch.rows) for name, state in ledger.states.items()}
+        tables, states = ledger.step(batch.rows, lengths, growths)
         positions = stored if depths is None else batch.of_tokens(prefix) + depths
-        record = StepRecord(
-            self._flights.serial,
-            batch.rows32.copy(),
-            batch.q_indptr.copy(),
-            prefix,
-            lengths,
-            positions,
-            settled,
-            tree,
-            tables,
-            states,
-        )
+        rows, q_indptr, serial = batch.rows32.copy(), batch.q_indptr.copy(), self._flights.serial
+        found = (prefix, lengths, positions, settled, tree, tables, states)
+        record = StepRecord(serial, rows, q_indptr, *found)
         self._flights.start(record, batch)
         return record
 

@@ -17,6 +17,7 @@ from kvfactory.books.segments import Segment
 from kvfactory.books.shape import BooksShape, TableShape
 from kvfactory.books.shelf import Growth, Shelf
 from kvfactory.books.states import StateTable
+from kvfactory.books.step import StateStep, TableStep
 from kvfactory.books.table import NO_COPIES, PageTable
 from kvfactory.errors import OutOfPages
 
@@ -185,6 +186,17 @@ class Ledger:
         if not all(map(Shelf.has_room, self.shelves, growths)):
             require(*chain.from_iterable(map(Shelf.demands, self.shelves, growths)))
         return growths
+
+    def step(
+        self, rows: Rows, lengths: Tokens, growths: list[Growth]
+    ) -> tuple[dict[str, TableStep], dict[str, StateStep]]:
+        """The tables' and states' parts of a step over ``rows`` whose shelves grow so."""
+        tables: dict[str, TableStep] = {}
+        for shelf, growth in zip(self.shelves, growths, strict=True):
+            tables |= shelf.step(rows, lengths, growth)
+        for name, encoder in self.encoders.items():
+            tables[name] = encoder.step(rows)
+        return tables, {name: state.step(rows) for name, state in self.states.items()}
 
     def decide(self, batch: Batch, accepted: Tokens) -> None:
         """Settle a step of which ``accepted`` int64 [batch] tokens stay."""
