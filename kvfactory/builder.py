@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ from kvfactory.checkpoint import read_constants
 from kvfactory.errors import BuildError, Problem
 from kvfactory.memory import MEMORIES
 from kvfactory.parts import Parts
-from kvfactory.pools import Pool
+from kvfactory.pools import MakeOps, Pool, TorchOps
 from kvfactory.quant import resolve_codec
 from kvfactory.steps import StepBuffers
+
+if TYPE_CHECKING:
+    from kvfactory.kernels import ErrorWords
 
 
 def build(plan: CachePlan, device: str | None = None) -> Cache:
@@ -33,7 +37,9 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
     _check_device(plan, torch.device(target))
     arena = _allocate(plan, target)
     backed = _placeholder(plan) if plan.counted_bytes else arena
-    pools = {group.name: Pool(group, backed) for group in (*plan.groups, *plan.annexes)}
+    errors = _error_words(plan, backed)
+    make_ops = _mover(errors)
+    pools = {group.name: Pool(group, backed, make_ops) for group in (*plan.groups, *plan.annexes)}
     if not plan.counted_bytes:
         _load_constants(plan, pools)
     runners, selectors = _bind(plan, pools, arena)
@@ -46,8 +52,28 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
             runners=runners,
             selectors=selectors,
             buffers=StepBuffers(plan, arena),
+            errors=errors,
         )
     )
+
+
+def _error_words(plan: CachePlan, arena: Tensor) -> ErrorWords | None:
+    """Where kernels report foreign ids, a word per table; None where torch moves the bytes."""
+    if not arena.is_cuda:
+        return None
+    from kvfactory.kernels import ErrorWords
+
+    groups = (*plan.groups, *plan.annexes)
+    return ErrorWords(tuple(dict.fromkeys(group.table for group in groups)), arena.device)
+
+
+def _mover(errors: ErrorWords | None) -> MakeOps:
+    """Triton kernels on a GPU, torch elsewhere."""
+    if errors is None:
+        return TorchOps
+    from kvfactory.kernels import kernel_ops
+
+    return kernel_ops(errors)
 
 
 def _load_constants(plan: CachePlan, pools: Mapping[str, Pool]) -> None:

@@ -170,8 +170,11 @@ class Cache:
         tree the accepted path of node indices per sequence; its rows move to the front.
 
         Raises:
-            BooksError: a step that is not the oldest open one, or impossible counts.
+            BooksError: a step that is not the oldest open one, impossible counts, or, of an
+                earlier step, ids outside a pool that kernels met; nothing was written for those.
         """
+        if self._parts.errors is not None:
+            self._parts.errors.check()
         if isinstance(accepted, Tensor):
             accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
         done = self.books.commit(step.host, accepted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,10 +14,16 @@ from kvfactory.cacheplan import CachePlan, GroupPlan
 from kvfactory.pools import Pool
 from kvfactory.steps import StepBuffers
 
+if TYPE_CHECKING:
+    from kvfactory.kernels import ErrorWords
+
 
 @dataclass(frozen=True)
 class Parts:
-    """A plan's memory, pools, books and backends; pools, runners and selectors by group name."""
+    """A plan's memory, pools, books and backends; pools, runners and selectors by group name.
+
+    ``errors`` is where kernels report ids outside their pool, None where torch moves the bytes.
+    """
 
     plan: CachePlan
     arena: Tensor
@@ -25,6 +32,7 @@ class Parts:
     runners: Mapping[str, AttentionRunner]
     buffers: StepBuffers
     selectors: Mapping[str, SelectRunner] = field(default_factory=dict)
+    errors: ErrorWords | None = None
 
     def stored(self) -> Iterator[tuple[GroupPlan, Pool]]:
         """Groups with their pools, none where the memory stores nothing."""
