@@ -4,7 +4,8 @@ The dense top-k is written apart from the oracle: float64 scores of all entries 
 written, as their format stores them. A selection is right when it consists of whole units, has as
 many as there are to choose from, up to ``topk``, and each of them scores no less than the last one
 of the dense top-k, within rounding. What the format of the index keys costs is told apart: the
-``recall`` is the share of units that a top-k over the unquantized keys would have chosen too.
+``recall`` is the share of chosen units that score no less than the last one of a top-k over the
+unquantized keys.
 """
 
 from __future__ import annotations
@@ -110,15 +111,15 @@ class IndexChecker:
 def _check(dense: DenseTopK, keys: _Keys, selected: Tensor, count: _Count) -> None:
     units, malformed = dense.units(selected, sum(len(k) for k in keys.stored))
     scores = dense.scores(torch.cat(keys.stored))
-    count.wrong += malformed + dense.wrong(scores, units)
+    count.wrong += malformed + dense.missing(scores, units) + int(dense.worse(scores, units).sum())
     count.chosen += int(units.sum())
     seen = scores > -torch.inf
     count.visible += int(seen.sum())
     short = seen.sum(1) > dense.topk
     if short.any():
-        ideal = dense.best(dense.scores(torch.cat(keys.given)))
-        count.choices += int(ideal[short].sum())
-        count.recalled += int((ideal & units)[short].sum())
+        better = units & ~dense.worse(dense.scores(torch.cat(keys.given)), units)
+        count.choices += int(units[short].sum())
+        count.recalled += int(better[short].sum())
 
 
 class DenseTopK:
@@ -155,19 +156,19 @@ class DenseTopK:
         )
         return found.masked_fill(own & (found > -torch.inf), torch.inf)
 
-    def best(self, scores: Tensor) -> Tensor:
-        """The units of the top-k, bool [tokens, units]."""
-        top = torch.topk(scores, min(self.topk, scores.shape[1]), dim=1)
-        marks = torch.zeros_like(scores, dtype=torch.bool)
-        return marks.scatter_(1, top.indices, top.values > -torch.inf)
+    def missing(self, scores: Tensor, units: Tensor) -> int:
+        """How many units [tokens, units] are too few, or too many."""
+        wanted = (scores > -torch.inf).sum(1).clamp(max=self.topk)
+        return int((wanted - units.sum(1)).abs().sum())
 
-    def wrong(self, scores: Tensor, units: Tensor) -> int:
-        """Units [tokens, units] that are missing, or better left out."""
-        ideal = self.best(scores)
-        missing = (ideal.sum(1) - units.sum(1)).abs().sum()
-        last = scores.masked_fill(~ideal, torch.inf).amin(1, keepdim=True)
-        finite = scores.masked_fill(scores.abs() == torch.inf, 0).abs().amax(1, keepdim=True)
-        return int(missing + (units & (scores < last - ROUNDING * finite)).sum())
+    def worse(self, scores: Tensor, units: Tensor) -> Tensor:
+        """Units that score less than the last one of the top-k, bool [tokens, units]."""
+        if not scores.shape[1]:
+            return units
+        top = torch.topk(scores, min(self.topk, scores.shape[1]), dim=1).values
+        last = top.masked_fill(top == -torch.inf, torch.inf).amin(1, keepdim=True)
+        size = scores.masked_fill(scores.abs() == torch.inf, 0).abs().amax(1, keepdim=True)
+        return units & (scores < last - ROUNDING * size)
 
     def units(self, selected: Tensor, entries: int) -> tuple[Tensor, int]:
         """Units that positions int [tokens, width] name, bool [tokens, units]; and how many
@@ -177,9 +178,9 @@ class DenseTopK:
         tokens = int(self.positions.max()) + 1
         own = self.positions[:, None]
         place = torch.arange(tokens, device=selected.device)
+        inside = (selected >= 0) & (selected < tokens)
         named = torch.zeros(len(selected), tokens + 1, dtype=torch.bool, device=selected.device)
-        named = named.scatter_(1, torch.where(selected < 0, tokens, selected).long(), True)
-        named = named[:, :tokens]
+        named = named.scatter_(1, torch.where(inside, selected, tokens).long(), True)[:, :tokens]
         tail = (place >= (own + 1) // self.per_entry * self.per_entry) & (place <= own)
         unit = place // self.unit_tokens
         count = -(-entries * self.per_entry // self.unit_tokens)
@@ -187,4 +188,5 @@ class DenseTopK:
         marks = marks.to(selected.device).index_add_(1, unit, (named & ~tail).long())
         chosen = marks > 0
         expected = (chosen[:, unit] & (place <= own) & ~tail) | tail
-        return chosen[:, :count], int((expected ^ named).sum() + chosen[:, count:].sum())
+        beyond = (selected >= tokens).sum() + chosen[:, count:].sum()
+        return chosen[:, :count], int((expected ^ named).sum() + beyond)
