@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,17 +12,12 @@ from replay_support import run, small_spec, trace_of
 import kvfactory
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
-from kvfactory.cacheplan import CachePlan, TablePlan
+from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import OutOfPages
-from kvfactory.kinds import ceil_div
 from kvfactory.planner import plan
 from kvfactory.replay import load_of
 from kvfactory.sizing import crowded_chunks
 from kvfactory.spec import Spec
-
-MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
-MODELS.remove("hf")
-BUDGET = 80 * 2**30
 
 CASES = [
     ("gemma3_27b", 16, 4096, "6GiB"),
@@ -170,55 +162,3 @@ def _random_steps(laid: CachePlan, requests: int, random: np.random.Generator) -
                 room -= counts[at]
         flights.append(books.extend(sequences, counts.tolist()))
         done += counts
-
-
-# ---- capacity --------------------------------------------------------------------------------
-
-
-def _most(laid: CachePlan) -> int:
-    """The largest number under the plan's page sizes, with sinks and nothing else."""
-    in_flight = laid.limits.steps_in_flight
-    page_bytes: dict[str, int] = {}
-    for group in laid.groups:
-        own = sum(
-            p.place.itemsize * math.prod(p.place.shape) // p.place.shape[1] for p in group.planes
-        )
-        page_bytes[group.table] = page_bytes.get(group.table, 0) + own
-    request = sum(
-        _pages(t, laid.limits.tokens, in_flight) * page_bytes[t.name] for t in laid.tables
-    )
-    request += sum(page_bytes[state.name] for state in laid.states)
-    return (BUDGET - sum(page_bytes.values())) // request
-
-
-def _pages(table: TablePlan, tokens: int, in_flight: int) -> int:
-    reach, page_tokens = table.lifetime.tokens, table.page_tokens
-    if table.lifetime.name == "encoder":
-        return ceil_div(reach, page_tokens)
-    whole = ceil_div(tokens, page_tokens)
-    if table.lifetime.name == "window":
-        return min(whole, ceil_div(reach + in_flight - 2, page_tokens) + 1)
-    if table.lifetime.name == "chunk":
-        return min(whole, ceil_div(reach + in_flight - 1, page_tokens) + (reach % page_tokens > 0))
-    return whole
-
-
-def _with_tokens(spec: Spec) -> Iterator[Spec]:
-    windows = any(group.kind in ("swa", "chunked") for group in spec.model.groups.values())
-    lengths = [1024 * 2**n for n in range(8)] if windows else [1024, 131072]
-    for tokens in lengths:
-        workload = spec.workload.model_copy(update={"tokens": tokens})
-        yield spec.model_copy(update={"workload": workload})
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_capacity_of_every_model(model: str) -> None:
-    """At least 0.99 of the largest number that any allocation on these pages could serve.
-
-    Without the workspaces of kernels, which are not for pages to save.
-    """
-    for spec in _with_tokens(_spec(model, 16, 1024, "memory.budget=80GiB", "backend=torch")):
-        laid = plan(spec)
-        most = _most(laid)
-        assert laid.limits.admitted <= most
-        assert laid.limits.admitted >= 0.99 * most, (spec.workload.tokens, most)
