@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from states_support import REPLAYED, RULES, Loop
+from states_support import REPLAYED, RULES, Loop, spec_of
 
+from kvfactory.builder import build
 from kvfactory.errors import PlanError
 from kvfactory.planner import plan
+from kvfactory.spec import Spec
 
 DRAFTS = 3
 
@@ -107,8 +109,6 @@ def test_windows_of_trees_and_of_kda_do_not(engine: dict[str, Any]) -> None:
     ],
 )
 def test_replays_that_cannot_be(rule: str, engine: dict[str, Any], path: str) -> None:
-    from states_support import spec_of
-
     with pytest.raises(PlanError, match=path):
         plan(spec_of(rule, engine=engine))
 
@@ -126,3 +126,26 @@ def test_counts_on_a_device_restore_there() -> None:
             part = new.part(4 * number, 4 * number + taken)
             loop.history[sequence][layer] = loop.history[sequence][layer].join(part)
         loop.check(sequence, exact=True)
+
+
+def test_a_draft_head_shares_the_request_table_and_owns_its_states() -> None:
+    """Slots are the target's, bytes the draft's own: a clone of the slots with a fresh pool."""
+    linear = {"kind": "linear", "layers": [0], **RULES["none"]}
+    draft = {"num_layers": 1, "groups": {"state": linear}}
+    model = {**spec_of("none").model.model_dump(), "draft": draft}
+    spec = Spec.parse({"model": model, "workload": {"requests": 2, "tokens": 32}})
+    cache = build(plan(spec))
+    (table,) = cache.plan.states
+    target, head = (cache.plan.by_name[name] for name in ("state", "draft_state"))
+    assert (target.table, head.table) == (table.name, table.name)
+    assert head.offset >= target.offset + target.num_bytes
+    (sequence,) = cache.open()
+    step = cache.extend([sequence], [3])
+    views = [cache.state(layer, step) for layer in (0, 3)]
+    assert views[0].slots.tolist() == views[1].slots.tolist()
+    views[1].tensors["conv0"][views[1].slots.long()] = 1
+    assert not views[0].tensors["conv0"].any()
+    cache.commit(step)
+    (child,) = cache.fork(sequence, 1)
+    step = cache.extend([child], [1])
+    assert cache.state(3, step).tensors["conv0"][step.states[table.name].slots.long()].all()

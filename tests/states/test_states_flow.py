@@ -8,12 +8,11 @@ from states_support import REPLAYED, RULES, Loop
 
 from kvfactory.states import LinearInputs
 
+CELLS = [(rule, "none") for rule in RULES] + [(rule, "decode_ring") for rule in REPLAYED]
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replay", ["none", "decode_ring"])
+
+@pytest.mark.parametrize(("rule", "replay"), CELLS)
 def test_chunks_and_decodes_equal_one_go(rule: str, replay: str) -> None:
-    if replay != "none" and rule not in REPLAYED:
-        pytest.skip("no heads to replay")
     loop = Loop(rule, engine={"state_replay": replay, "replay_tokens": 4})
     a, b = loop.open(2)
     outs = [loop.step([a, b], [7, 3]), loop.step([a], [5]), loop.step([b], [0])]

@@ -10,7 +10,10 @@ import pytest
 import torch
 from states_support import REPLAYED, RULES, Loop
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
 
 DRAFTS = 3
 
