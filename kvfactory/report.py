@@ -58,10 +58,13 @@ def size(num_bytes: float) -> str:
 def _headline(plan: CachePlan) -> str:
     device, limits = plan.spec.device, plan.limits
     target = f"{device.name} (sm {device.sm}, {device.num_sms} SMs)" if device.sm else device.name
+    mean = plan.spec.workload.mean_tokens
+    tokens = f"{mean:,} tokens on average, {limits.tokens:,} at most" if mean else ""
     return (
         f"{plan.spec.model.name} on {target}: {size(plan.bytes)} = {plan.bytes:,} B"
         f" of {plan.memory} memory\n"
-        f"{limits.admitted:,} requests of {limits.tokens:,} tokens; bound by {plan.binding}\n"
+        f"{limits.admitted:,} requests of {tokens or f'{limits.tokens:,} tokens'};"
+        f" bound by {plan.binding}\n"
         f"a step: at most {limits.step_tokens:,} new tokens of {limits.max_requests:,} requests,"
         f" {limits.steps_in_flight} in flight"
     )
