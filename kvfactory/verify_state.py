@@ -70,7 +70,8 @@ class StateChecker:
             model = self.plan.spec.model
             spec = model.groups[group.group]
             assert isinstance(spec, LinearGroup)
-            self._layers[key] = LinearLayer(group, spec, layer, model.dtype, self.seed)
+            device = self.plan.spec.device.type
+            self._layers[key] = LinearLayer(group, spec, layer, model.dtype, self.seed, device)
         return self._layers[key]
 
 

@@ -195,9 +195,12 @@ class Books:
 
         Raises:
             OutOfPages: a lazy slot is needed and there is none; nothing is taken.
-            BooksError: no tracking slots, a stale handle, or tokens that no open step has.
+            BooksError: no tracking slots, a stale handle, tokens that no open step has, or an open
+                draft tree, of which nobody knows the path.
         """
-        return prefixes.track(self._ledger, self._row(sequence), tokens)
+        row = self._row(sequence)
+        checks.chain(self._flights.branches(row))
+        return prefixes.track(self._ledger, row, tokens)
 
     def tracked(self, sequence: Sequence) -> int:
         """The committed tokens after which a tracked state is there; 0 for none.

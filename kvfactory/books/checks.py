@@ -121,6 +121,16 @@ def track(ledger: Ledger, row: int, tokens: int) -> None:
         raise BooksError(*problems)
 
 
+def chain(branches: bool) -> None:
+    """Refuse to track a state of a draft tree.
+
+    Raises:
+        BooksError: an open step of the sequence is a tree.
+    """
+    if branches:
+        raise BooksError(Problem("sequence", "an open draft tree", "chains, or no open step"))
+
+
 def tracked(ledger: Ledger, row: int) -> None:
     """Refuse to give away a tracked prefix from which nobody could go on.
 

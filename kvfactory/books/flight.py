@@ -109,6 +109,11 @@ class Flights:
         """Whether some step in flight covers ``row``."""
         return any(row in flight.batch.rows for flight in self._queue)
 
+    def branches(self, row: int) -> bool:
+        """Whether some step in flight is a draft tree of ``row``."""
+        trees = [flight for flight in self._queue if flight.record.parents is not None]
+        return any(row in flight.batch.rows for flight in trees)
+
     def reset(self) -> None:
         """Forget all steps; their records cannot be committed any more."""
         self._queue.clear()

@@ -178,6 +178,10 @@ def test_what_cannot_be_tracked_is_refused(mode: str) -> None:
     with pytest.raises(BooksError, match="outcome is open"):
         books.retire(sequence)
     books.commit(step)
+    step = books.extend([sequence], 2, [-1, -1])
+    with pytest.raises(BooksError, match="draft tree"):
+        books.track(sequence, 8)
+    books.commit(step, [[1]])
     without = books_of(FULL, StateShape("state", 8))
     (other,) = without.open(1)
     without.commit(without.extend([other], 2))
