@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os.path
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -62,11 +61,18 @@ class BooksError(KVFactoryError):
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """The closest of ``known`` to ``got``, ties by common beginning; empty when nothing is close."""
+    """The closest of ``known`` to ``got``, ties by common beginning; empty if none is close."""
 
     def closeness(name: str) -> tuple[float, int]:
         alike = difflib.SequenceMatcher(None, name, got).ratio()
-        return alike, len(os.path.commonprefix([name, got]))
+        return alike, _common(name, got)
 
     best = max(known, key=closeness, default="")
     return best if closeness(best)[0] >= 0.5 else ""
+
+
+def _common(a: str, b: str) -> int:
+    """How many letters two names begin with alike."""
+    return next(
+        (at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

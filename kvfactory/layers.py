@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from kvfactory.errors import Problem, SpecError
 
-_NEED = "'a' or 'a-b' (both ends included), a slice 'start:stop:step', either with 'not ' before it, or a list"
+_NEED = (
+    "'a' or 'a-b' (both ends included), a slice 'start:stop:step', either with 'not ' before it,"
+    " or a list"
+)
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
 

@@ -139,11 +139,16 @@ def _block16_triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        blocks = device.grouped(device.load(x), 16)
-        target = device.divide_by(device.amax(blocks, 2), 6.0)
-        scale = device.ceil_log2(device.at_least(target, 1e-10))
-        scaled = device.flat(blocks * device.inverse_power(scale)[:, :, None])
-        return device.pack(device.e2m1_away(scaled)), scale.to(tl.uint8)
+        blocks = device.grouped(x.to(tl.float32), 16)
+        amax = device.amax(blocks, 2)
+        # 94 is the code of 1e-10, below which no scale goes.
+        scale = tl.maximum(device.exponent_over(amax, 6), 94)
+        step = device.inverse_power(scale)[:, :, None]
+        size = tl.minimum(tl.abs(blocks), device.LIMIT) * step
+        negative = tl.where(blocks < 0.0, 8, 0)
+        codes = device.flat(device.e2m1_away(size) + negative)
+        data = device.masked(device.pack(codes), amax == amax, 8)
+        return data, scale.to(tl.uint8)
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
@@ -164,12 +169,14 @@ def _nvfp4_triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        blocks = device.grouped(device.load(x), 16)
+        blocks = device.grouped(x.to(tl.float32), 16)
         target = device.divide_by(device.amax(blocks, 2), 6.0)
         scale = device.to_e4m3(tl.div_rn(target, constants[0]))
-        step = (device.from_e4m3(scale) * constants[0])[:, :, None]
-        codes = device.e2m1_even(tl.div_rn(blocks, step))
-        return device.pack(device.flat(tl.where(step == 0.0, 0, codes))), scale
+        step = device.from_e4m3(scale) * constants[0]
+        size = device.coded_size(blocks, step[:, :, None], 6.0)
+        codes = device.flat(device.e2m1_even(size) + device.sign_bit3(blocks))
+        # A scale of 0 or NaN has codes 0.
+        return device.masked(device.pack(codes), step > 0.0, 8), scale
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):

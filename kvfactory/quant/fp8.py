@@ -199,11 +199,11 @@ def _static_triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        codes = tl.div_rn(device.load(x), constants[0])
+        x, scale = device.load(x), constants[0]
         if options[0]:
-            data = device.to_e4m3(codes)
+            data = device.to_e4m3(device.coded(x, scale, 448.0))
         else:
-            data = device.to_e5m2(codes)
+            data = device.to_e5m2(device.coded(x, scale, 57344.0))
         return (data,)
 
     @triton.jit
@@ -228,9 +228,9 @@ def _row_triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        x = device.load(x)
+        x = x.to(tl.float32)
         scale = device.nonzero(device.divide_by(device.amax(x, 1), 448.0))[:, None]
-        return device.to_e4m3(tl.div_rn(x, scale)), scale
+        return device.to_e4m3(device.coded(x, scale, 448.0)), scale
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
@@ -250,10 +250,10 @@ def _tile_triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        tiles = device.grouped(device.load(x), 128)
+        tiles = device.grouped(x.to(tl.float32), 128)
         amax = device.at_least(device.amax(tiles, 2), 1e-4)
         scale = device.divide_by(amax, 448.0)
-        data = device.to_e4m3(tl.div_rn(tiles, scale[:, :, None]))
+        data = device.to_e4m3(device.coded(tiles, scale[:, :, None], 448.0))
         return device.flat(data), scale
 
     @triton.jit

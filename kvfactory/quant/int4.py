@@ -62,8 +62,8 @@ class GroupInt4:
 
         groups = blocks(load(tensor, x).clamp(-FLOAT16_MAX, FLOAT16_MAX), self.group)
         low, high = canonical(groups.amin(-1)), canonical(groups.amax(-1))
-        scale = nonzero(divide(high - low, INT4_LEVELS).half())
-        zero = low.half()
+        scale = canonical(nonzero(divide(high - low, INT4_LEVELS).half()))
+        zero = canonical(low.half())
         steps = (groups - zero.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
         codes = steps.round().clamp(0, INT4_LEVELS).nan_to_num(nan=0.0).to(torch.uint8)
         return {"data": pack(codes.flatten(-2)), "scale": scale, "zero": zero}
@@ -97,20 +97,24 @@ def _triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        x = device.clamp(device.load(x), -65504.0, 65504.0)
-        groups = device.grouped(x, options[0])
-        broken = tl.max((groups != groups).to(tl.int32), 2) != 0
-        groups = tl.where(groups == groups, groups, 0.0)
-        low, high = tl.min(groups, 2), tl.max(groups, 2)
-        nan = tl.full(low.shape, float("nan"), tl.float16)
-        scale = device.nonzero(device.divide_by(high - low, 15.0).to(tl.float16))
+        groups = device.grouped(x.to(tl.float32), options[0])
+        low, high = device.extremes(groups, 2)
+        low, high = device.clamp(low, -65504.0, 65504.0), device.clamp(high, -65504.0, 65504.0)
+        scale = device.divide_by(high - low, 15.0).to(tl.float16)
+        scale = tl.where(scale == 0.0, 1.0, scale)
         zero = low.to(tl.float16)
-        steps = groups - zero.to(tl.float32)[:, :, None]
-        steps = tl.div_rn(steps, scale.to(tl.float32)[:, :, None])
-        kept = tl.where(broken, 0, 15)[:, :, None]
-        codes = device.flat(device.rint_bits(steps, 0.0, 15.0) & kept)
-        scale, zero = tl.where(broken, nan, scale), tl.where(broken, nan, zero)
-        return device.pack(codes), scale, zero
+        begin = zero.to(tl.float32)
+        factor, unit, inverse = device.divisor(scale.to(tl.float32))
+        # The clamp of the input to 65504 and that of the code to 0..15, of the scaled difference.
+        most = tl.minimum((65504.0 - begin) * factor, unit * 15.0)[:, :, None]
+        steps = (groups - begin[:, :, None]) * factor[:, :, None]
+        steps = tl.minimum(tl.maximum(steps, 0.0), most)
+        steps = device.quotient(steps, unit[:, :, None], inverse[:, :, None])
+        fine = low == low
+        nan = tl.full(low.shape, float("nan"), tl.float16)
+        data = device.pack(device.flat(device.rint_bits(steps)))
+        data = device.masked(data, fine, options[0] // 2)
+        return data, tl.where(fine, scale, nan), tl.where(fine, zero, nan)
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):

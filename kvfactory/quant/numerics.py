@@ -91,12 +91,12 @@ def amax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def divide(x: Tensor, by: float) -> Tensor:
-    """``x / by``, correctly rounded.
+    """``x / by``, correctly rounded, a NaN as the positive quiet one.
 
     Torch on CUDA multiplies by the reciprocal when the divisor is a Python number, which is one
     unit off for some values; a divisor on the device is divided by.
     """
-    return x / x.new_full((), by)
+    return canonical(x / x.new_full((), by))
 
 
 def nonzero(scale: Tensor) -> Tensor:

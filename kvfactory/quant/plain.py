@@ -52,9 +52,11 @@ class Plain:
         """The stored values in ``dtype``; the plane itself when it has it already."""
         return planes["data"].to(torch_dtype(dtype))
 
-    def device(self, tensor: Logical) -> DeviceCodec:
-        """A cast; rows run along the last axis, though any would do."""
+    def device(self, tensor: Logical) -> DeviceCodec | None:
+        """A cast; rows run along the last axis, though any would do. None for integers."""
         encode, decode, dtypes = _triton()
+        if tensor.dtype not in dtypes:
+            return None
         return DeviceCodec(encode, decode, (dtypes[tensor.dtype],), tensor.axes[-1][0])
 
 

@@ -93,6 +93,7 @@ class Feed:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.layers = range(cache.plan.spec.model.num_layers)
+        self.device = cache.plan.spec.device.type
         self._tables: dict[tuple[int, str, str], Tensor] = {}
         self._linear: dict[tuple[str, int], tuple[LinearLayer, LinearInputs]] = {}
 
@@ -103,7 +104,7 @@ class Feed:
             seed = sum(ord(letter) for letter in group.name + name) * 64 + layer
             shape = self._shape(group, name)
             random = torch.Generator().manual_seed(seed)
-            self._tables[key] = torch.randn(VOCABULARY, *shape, generator=random)
+            self._tables[key] = torch.randn(VOCABULARY, *shape, generator=random).to(self.device)
         return self._tables[key][tokens]
 
     def _shape(self, group: GroupPlan, name: str) -> tuple[int, ...]:
@@ -119,7 +120,7 @@ class Feed:
 
     def run(self, step: Step, tokens: Sequence[int]) -> Tensor:
         """All layers of ``step``, whose new tokens are ``tokens``: outputs [tokens, features]."""
-        ids, outs = torch.tensor(tokens, dtype=torch.int64), []
+        ids, outs = torch.tensor(tokens, dtype=torch.int64, device=self.device), []
         selections: dict[int, Tensor] = {}
         for layer in self.layers:
             groups = self.cache.groups(layer)
@@ -164,7 +165,7 @@ class Feed:
             for n in range(stop - start)
             if (before + n + 1) % ratio == 0
         ]
-        return ids[torch.tensor(done, dtype=torch.int64)]
+        return ids[torch.tensor(done, dtype=torch.int64, device=self.device)]
 
     def _attend(
         self, layer: int, group: GroupPlan, step: Step, ids: Tensor, selections: dict[int, Tensor]

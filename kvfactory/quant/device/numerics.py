@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 FLOAT32_NAN = tl.constexpr(0x7FC00000)
-INFINITY = tl.constexpr(0x7F800000)
 SIGN_OFF = tl.constexpr(0x7FFFFFFF)
 LIMIT = tl.constexpr(3.3895e38)
 RINT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low bits
@@ -66,23 +65,101 @@ def floats(x):
 
 
 @triton.jit
-def amax_bits(x, axis: tl.constexpr):
-    """Bits of the largest magnitude along ``axis``: ordered as the magnitudes are, NaN largest."""
-    largest = tl.max(bits(x) & SIGN_OFF, axis)
-    return tl.where(largest > INFINITY, FLOAT32_NAN, largest)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _quiet(x):
+    """``x`` with every NaN the positive quiet one."""
+    return tl.where(x == x, x, floats(tl.full(x.shape, FLOAT32_NAN, tl.int32)))
 
 
 @triton.jit
 def amax(x, axis: tl.constexpr):
-    """Largest magnitude along ``axis``, which disappears; the positive quiet NaN if any is NaN."""
-    return floats(amax_bits(x, axis))
+    """Largest magnitude of float32 ``x`` along ``axis``, which disappears, at most LIMIT.
+
+    The positive quiet NaN if any is NaN.
+    """
+    if INTERPRETED:  # which reduces fast with its own maxima only; bits order as magnitudes do
+        largest = floats(tl.max(bits(x) & SIGN_OFF, axis))
+    else:
+        largest = tl.reduce(tl.abs(x), axis, _larger)
+    return _quiet(tl.minimum(largest, LIMIT, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def extremes(x, axis: tl.constexpr):
+    """Smallest and largest of float32 ``x`` along ``axis``; both NaN if any is NaN."""
+    if INTERPRETED:
+        broken = tl.max((x != x).to(tl.int32), axis) != 0
+        clean = tl.where(x == x, x, 0.0)
+        nan = tl.full(broken.shape, float("nan"), tl.float32)
+        return tl.where(broken, nan, tl.min(clean, axis)), tl.where(
+            broken, nan, tl.max(clean, axis)
+        )
+    else:
+        return tl.reduce(x, axis, _smaller), tl.reduce(x, axis, _larger)
+
+
+# ---- division --------------------------------------------------------------------------------
+#
+# A correctly rounded division costs a dozen instructions and a branch. Where many elements share
+# a divisor s, its share of the work is done once: with f a power of two, s' = s f in [1, 2) and r
+# the correctly rounded 1 / s', two Newton corrections by fused multiply-adds turn y r (y = x f)
+# into the correctly rounded y / s' = x / s (Markstein, "Computation of elementary functions on the
+# IBM RISC System/6000", 1990). The signs in the corrections keep -0. Nothing overflows, as callers
+# clamp y; quotients too small to be corrected exactly are below every code's smallest step.
+
+
+@triton.jit
+def divisor(scale):
+    """(f, s', r) of positive float32 ``scale``, for ``quotient``; NaN gives NaN."""
+    exponent = tl.minimum(bits(scale) >> 23, 253)
+    factor = floats((254 - exponent) << 23)
+    unit = scale * factor
+    return factor, unit, tl.div_rn(1.0, unit)
+
+
+@triton.jit
+def quotient(y, unit, inverse):
+    """``y / unit``, correctly rounded; ``y`` is x times the divisor's factor, clamped."""
+    if INTERPRETED:  # whose fused operations round twice
+        return tl.div_rn(y, unit)
+    else:
+        unit = tl.broadcast_to(unit, y.shape)
+        inverse = tl.broadcast_to(inverse, y.shape)
+        q = y * inverse
+        q = tl.fma(-tl.fma(q, unit, -y), inverse, q)
+        return tl.fma(-tl.fma(q, unit, -y), inverse, q)
+
+
+@triton.jit
+def coded(x, scale, high: tl.constexpr):
+    """``x / scale`` clamped to +-high, correctly rounded within; ``scale`` positive; NaN stays."""
+    factor, unit, inverse = divisor(scale)
+    bound = unit * high
+    y = tl.maximum(x * factor, -bound, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(y, bound, propagate_nan=tl.PropagateNan.ALL)
+    return quotient(y, unit, inverse)
+
+
+@triton.jit
+def coded_size(x, scale, high: tl.constexpr):
+    """``abs(x) / scale`` clamped to high, correctly rounded; something in 0..high for NaN."""
+    factor, unit, inverse = divisor(scale)
+    return quotient(tl.minimum(tl.abs(x) * factor, unit * high), unit, inverse)
 
 
 @triton.jit
 def divide_by(x, by: tl.constexpr):
     """``x / by`` for a number, correctly rounded; a NaN is the positive quiet one."""
-    quotient = tl.div_rn(x, tl.full(x.shape, by, tl.float32))
-    return tl.where(quotient == quotient, quotient, floats(tl.full(x.shape, FLOAT32_NAN, tl.int32)))
+    return _quiet(tl.div_rn(x, tl.full(x.shape, by, tl.float32)))
 
 
 @triton.jit
@@ -140,7 +217,7 @@ def _small_float(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     tiny = bits(floats(size) + RINT * quantum) & 0xFF
     first: tl.constexpr = (128 - BIAS) << 23
     code = tl.where(size < first, tiny, normal) | ((bits(x) >> 24) & 0x80)
-    return tl.where(size > INFINITY, 0x7F, code).to(tl.uint8)
+    return tl.where(size > 0x7F800000, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
@@ -149,7 +226,7 @@ def to_e4m3(x):
     if INTERPRETED:
         return _small_float(clamp(x, -448.0, 448.0), 3, 7)
     else:
-        return clamp(x, -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # the conversion saturates
 
 
 @triton.jit
@@ -158,7 +235,7 @@ def to_e5m2(x):
     if INTERPRETED:
         return _small_float(clamp(x, -57344.0, 57344.0), 2, 15)
     else:
-        return clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -185,32 +262,34 @@ def from_e5m2(codes):
 
 
 @triton.jit
-def rint_bits(x, low: tl.constexpr, high: tl.constexpr):
-    """int32 whose low byte is ``x`` rounded to an integer in low..high, ties to even.
-
-    NaN gives some byte in range; the caller knows better what it should be.
-    """
-    return bits(tl.minimum(tl.maximum(x, low), high) + RINT)
+def rint_bits(x):
+    """int32 whose low byte is ``x`` rounded to an integer of a byte, ties to even."""
+    return bits(x + RINT)
 
 
 @triton.jit
 def to_int8(x):
     """``x`` as int8 in +-127, ties to even, NaN as 0."""
-    return rint_bits(tl.where(x == x, x, 0.0), -127.0, 127.0).to(tl.int8)
+    x = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -127.0), 127.0)
+    return rint_bits(x).to(tl.int8)
 
 
 # ---- E8M0: powers of two ---------------------------------------------------------------------
 
 
 @triton.jit
-def ceil_log2(x):
-    """E8M0 codes (int32) of ceil(log2 x) for positive float32 ``x``; 255 where ``x`` is NaN."""
-    size = bits(x)
-    exponent = size >> 23
-    mantissa = size & 0x7FFFFF
-    code = exponent + (mantissa != 0).to(tl.int32)
-    code = tl.where(exponent == 0, (mantissa > 0x400000).to(tl.int32), code)
-    return tl.where(size > INFINITY, 255, tl.minimum(code, 254))
+def exponent_over(x, NUMBER: tl.constexpr):
+    """E8M0 codes (int32) of ceil(log2(x / NUMBER)) for ``x`` >= 0, also below 0; 255 for NaN.
+
+    NUMBER is 448 or 6. Rounding the quotient first changes nothing: it never reaches a power of
+    two from above, so the carry out of x's mantissa, compared with NUMBER's, decides.
+    """
+    tl.static_assert(NUMBER == 448 or NUMBER == 6)
+    if NUMBER == 448:
+        code = ((bits(x) + 0x1FFFFF) >> 23) - 8  # 448 = 1.75 * 2^8
+    else:
+        code = ((bits(x) + 0x3FFFFF) >> 23) - 2  # 6 = 1.5 * 2^2
+    return tl.where(x == x, code, 255)
 
 
 @triton.jit
@@ -222,9 +301,11 @@ def power(code):
 
 @triton.jit
 def inverse_power(code):
-    """float32 2^(127 - code), exactly: multiplying by it divides by ``power``; NaN for 255."""
-    size = tl.where(code == 254, 0x00400000, (254 - code) << 23)
-    return floats(tl.where(code == 255, FLOAT32_NAN, size))
+    """float32 2^(127 - code) of codes below 254: multiplying by it divides by ``power``.
+
+    NaN for 255.
+    """
+    return floats(tl.where(code == 255, FLOAT32_NAN, (254 - code) << 23))
 
 
 @triton.jit
@@ -244,30 +325,39 @@ def unscaled(values, scale, B: tl.constexpr):
 
 
 @triton.jit
-def _sign(x):
-    return (bits(x) >> 28) & 8
+def e2m1_even(size):
+    """int32 whose low three bits are the codes of float32 ``size`` in 0..6, ties to the even code.
+
+    The code of a magnitude is the least of 2 a, a + 2 and a / 2 + 4, rounded; rounding happens
+    once, in the addition of 1.5 * 2^23, and keeps order and parity.
+    """
+    two = tl.full(size.shape, 2.0, tl.float32)
+    half = tl.full(size.shape, 0.5, tl.float32)
+    least = tl.fma(size, two, tl.full(size.shape, 12582912.0, tl.float32))
+    least = tl.minimum(least, size + 12582914.0)
+    last = tl.fma(size, half, tl.full(size.shape, 12582916.0, tl.float32))
+    return bits(tl.minimum(least, last))
 
 
 @triton.jit
-def e2m1_even(x):
-    """Codes (int32) of float32 ``x``: ties to the even code, saturated, -0 is 8, NaN is 0."""
-    size = tl.minimum(tl.abs(x), 6.0)
-    # Steps are .5 below 2, 1 below 4, then 2. Adding 1.5 * 2^23 steps rounds to one; the addend's
-    # low bits lift the count of steps to the code.
-    magic = tl.where(size < 4.0, 12582914.0, 25165832.0)
-    magic = tl.where(size < 2.0, 6291456.0, magic)
-    code = (bits(size + magic) & 7) | _sign(x)
-    return tl.where(x == x, code, 0)
+def e2m1_away(size):
+    """int32 codes of float32 ``size`` in 0..6, ties away from zero."""
+    normal = ((bits(size) + 0x200000) >> 22) - 252
+    tiny = (size >= 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
+    return tl.where(size < 1.0, tiny, normal)
 
 
 @triton.jit
-def e2m1_away(x):
-    """Codes (int32) of float32 ``x``: ties away from zero, saturated, -0 and NaN are 0."""
-    size = bits(tl.minimum(tl.abs(x), 6.0))
-    normal = ((size + 0x200000) >> 22) - 252
-    tiny = (size >= 0x3E800000).to(tl.int32) + (size >= 0x3F400000).to(tl.int32)
-    code = tl.where(size < 0x3F800000, tiny, normal) | tl.where(x < 0.0, 8, 0)
-    return tl.where(x == x, code, 0)
+def sign_bit3(x):
+    """8 where float32 ``x`` has its sign bit set, else 0."""
+    return (bits(x) >> 31) & 8
+
+
+@triton.jit
+def masked(data, keep, B: tl.constexpr):
+    """Bytes ``data`` [R, N], 0 in the groups of B bytes whose ``keep`` [R, N / B] is false."""
+    kept = tl.where(keep, 0xFF, 0).to(tl.uint8)[:, :, None]
+    return flat(grouped(data, B) & kept)
 
 
 @triton.jit
@@ -285,7 +375,10 @@ def e2m1_values(codes):
 
 @triton.jit
 def pack(codes):
-    """``codes`` [R, D] int32 in 0..15 as bytes [R, D / 2]: the even element is the low nibble."""
+    """``codes`` [R, D] int32 as bytes [R, D / 2]: the even element is the low nibble.
+
+    Codes are the low bytes, in 0..15; what stands above them does not matter.
+    """
     R: tl.constexpr = codes.shape[0]
     H: tl.constexpr = codes.shape[1] // 2
     low, high = tl.split(tl.reshape(codes, (R, H, 2)))
