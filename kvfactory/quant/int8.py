@@ -132,7 +132,7 @@ class StateInt8:
         values = planes["data"].float() * planes["scale"].float().unsqueeze(_value_axis(tensor))
         return values.to(torch_dtype(dtype))
 
-    def device(self, tensor: Logical) -> DeviceCodec:
+    def device(self, tensor: Logical) -> DeviceCodec | None:
         """The functions of state rows, told the type of the scale; a convolution's are plain."""
         if not _has_rows(tensor):
             return self.other.device(tensor)
