@@ -6,7 +6,7 @@ stream; nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from kvfactory.backends import AttendExtra, AttentionRunner
 from kvfactory.books import Accepted, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.cacheplan import GroupPlan
-from kvfactory.foreign import ForeignBatch, foreign_record, refreshed
+from kvfactory.foreign import ForeignBatch, Ids, foreign_record, refreshed
 from kvfactory.gate import Gate
 from kvfactory.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
 from kvfactory.layerwork import LayerWork
@@ -148,15 +148,27 @@ class Cache:
             runner.begin(step)
         return step
 
-    def step(self, batch: ForeignBatch) -> Step:
+    def step(
+        self,
+        tables: Mapping[str, Ids],
+        before: Ids,
+        after: Ids,
+        *,
+        rows: Ids | None = None,
+        states: Mapping[str, Ids] | None = None,
+        cross_tokens: Ids = (),
+    ) -> Step:
         """A step of an engine that schedules and allocates itself, from its own ids.
 
-        There is nothing to commit. What the ids own is the engine's business.
+        ``tables`` by name: page ids int [batch, pages]; ``before`` and ``after`` int [batch] are
+        the tokens of each request without and with the new ones. The rest: see ``ForeignBatch``.
+        There is nothing to commit; what the ids own is the engine's business.
 
         Raises:
             BooksError: ids outside of their tables, or books that hold something meanwhile.
             SpecError: missing tables, wrong shapes, or more than a step may have.
         """
+        batch = ForeignBatch(before, after, tables, rows, states or {}, cross_tokens)
         record = foreign_record(self.plan, self.books, batch, self._foreign_steps)
         self._foreign_steps += 1
         self._foreign = True

@@ -20,6 +20,7 @@ from kvfactory.cacheplan import CachePlan, StatePlan, TablePlan
 from kvfactory.errors import BooksError, Problem, SpecError
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
+"""Integers on the host: a list, or an array [batch] or [batch, pages]."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ForeignBatch:
 
     before: Ids
     after: Ids
-    tables: Mapping[str, NDArray[np.integer[Any]]]
+    tables: Mapping[str, Ids]
     rows: Ids | None = None
     states: Mapping[str, Ids] = field(default_factory=dict)
     cross_tokens: Ids = ()

@@ -22,7 +22,6 @@ from cache_support import (
 from kvfactory.builder import build
 from kvfactory.cache import Cache
 from kvfactory.errors import BooksError, SpecError
-from kvfactory.foreign import ForeignBatch
 
 
 class Engine:
@@ -45,13 +44,11 @@ class Engine:
         before = self.done[who]
         after = before + [len(tokens) for tokens in new.values()]
         step = self.cache.step(
-            ForeignBatch(
-                before=before,
-                after=after,
-                tables={name: ids[who] for name, ids in self.pages.items()},
-                rows=self.rows[who],
-                states={name: ids[who] for name, ids in self.slots.items()},
-            )
+            {name: ids[who] for name, ids in self.pages.items()},
+            before,
+            after,
+            rows=self.rows[who],
+            states={name: ids[who] for name, ids in self.slots.items()},
         )
         self.done[who] = after
         out = self.feed.run(step, [token for tokens in new.values() for token in tokens])
@@ -85,19 +82,19 @@ def test_books_take_over_again() -> None:
     Engine(cache, 1).step({0: [1]})
 
 
-def _batch(**changes: Any) -> ForeignBatch:
+def _batch(**changes: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "before": [0, 4],
         "after": [3, 6],
         "tables": {"full": np.array([[1, -7], [2, 3]])},
         "states": {"state": [1, 2]},
     }
-    return ForeignBatch(**{**parts, **changes})
+    return {**parts, **changes}
 
 
 def test_bounds_are_checked() -> None:
     cache = build(cache_of({"full": FULL, "state": STATE}).plan)
-    step = cache.step(_batch())
+    step = cache.step(**_batch())
     assert step.tables["full"].slots.tolist() == [4, 5, 6, 12, 13]
     assert step.tables["full"].kv_lengths.tolist() == [3, 6]
     assert step.states["state"].fresh.tolist() == [1, 0]
@@ -121,13 +118,13 @@ def test_bounds_are_checked() -> None:
         ({"cross_tokens": [1, 2]}, SpecError, "cross_tokens"),
     ):
         with pytest.raises(error, match=match):
-            cache.step(_batch(**changes))
+            cache.step(**_batch(**changes))
 
 
 def test_encoder_tokens_are_written_by_the_first_step() -> None:
     cross = {**FULL, "kind": "cross", "encoder_tokens": 12}
     cache = cache_of({"cross": cross})
     batch = {"tables": {"cross": np.array([[4, 2], [1, 3]])}, "cross_tokens": [5, 8]}
-    step = cache.step(ForeignBatch(before=[0, 3], after=[2, 4], **batch))
+    step = cache.step(before=[0, 3], after=[2, 4], **batch)
     assert step.tables["cross"].slots.tolist() == [16, 17, 18, 19, 8]
     assert step.tables["cross"].kv_lengths.tolist() == [5, 8]
