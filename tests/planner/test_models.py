@@ -13,6 +13,7 @@ import pytest
 from planner_support import model_files, preset_files, read_yaml, spec_of
 
 from kvfactory.cacheplan import Attention, CachePlan, GroupPlan
+from kvfactory.errors import PlanError
 from kvfactory.planner import plan
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "models.json").read_text())["models"]
@@ -76,11 +77,25 @@ def test_bytes_equal_the_table(path: Path) -> None:
     assert found["state"] == row["fixed_state_bytes_per_request"]
 
 
+ODD_DIMS = {"hunyuan_large"}  # heads of 80, which blocks of 32 do not divide
+
+
+def _block_words(storage: dict[str, Any]) -> list[str]:
+    """ "32" where a preset stores k in blocks of 32, its name otherwise."""
+    named = str(storage["quant"]["k"])
+    return ["32"] if any(word in named for word in ("int4_g32", "mxfp4", "mxfp8")) else [named]
+
+
 @pytest.mark.parametrize("preset", preset_files(), ids=lambda path: path.stem)
 def test_every_model_plans_with_every_preset(preset: Path) -> None:
     storage = read_yaml(preset)
     for path in model_files():
-        laid = plan(spec_of(read_yaml(path), kv=storage, workload={"requests": 2, "tokens": 300}))
+        spec = spec_of(read_yaml(path), kv=storage, workload={"requests": 2, "tokens": 300})
+        if path.stem in ODD_DIMS and any("32" in name for name in _block_words(storage)):
+            with pytest.raises(PlanError, match="dim 80, need a multiple of 32"):
+                plan(spec)
+            continue
+        laid = plan(spec)
         assert laid.bytes == sum(row.num_bytes for row in laid.rows)
         plain_bytes = request_bytes(plan(spec_of(read_yaml(path))))["token"]
         rows = Counter({row.what: 0 for row in laid.rows})
