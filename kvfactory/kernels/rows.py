@@ -69,6 +69,51 @@ def step_unit(pointer, aligned):
     return 128 // pointer.element_ty.primitive_bitwidth if aligned else 1
 
 
+@triton.constexpr_function
+def vectors(tensor, pointer, aligned):
+    """16-byte vectors of a row that one thread loads side by side: 4 for four-bit formats.
+
+    Those take more of them to fill 16 bytes encoded than the compiler would give a thread.
+    """
+    data = tensor.planes[0]
+    packed = data.extent * data.itemsize * 2 <= tensor.extent
+    elements = 4 * 128 // pointer.element_ty.primitive_bitwidth
+    return 4 if aligned and packed and tensor.along == 1 and tensor.width >= elements else 1
+
+
+@triton.jit
+def _load_vectors(start, live, TENSOR: tl.constexpr, NTH: tl.constexpr, OF: tl.constexpr):
+    """Every NTH of OF vectors [R, P / OF / V, V] of the rows at ``start`` [R]."""
+    WIDTH: tl.constexpr = get(TENSOR, "width")
+    V: tl.constexpr = 128 // start.dtype.element_ty.primitive_bitwidth
+    block = tl.arange(0, WIDTH // (OF * V)) * (OF * V) + NTH * V
+    inner = block[:, None] + tl.arange(0, V)[None, :]
+    mask = live[:, None, None] & (inner < get(TENSOR, "extent"))[None, :, :]
+    return tl.load(start[:, None, None] + inner[None, :, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_rows(start, live, TENSOR: tl.constexpr, VECTORS: tl.constexpr):
+    """The rows [R, P] at ``start`` [R]; a thread gets VECTORS neighbouring vectors of a row.
+
+    Then it owns whole groups of a format and stores 16 encoded bytes, without an exchange.
+    """
+    R: tl.constexpr = live.shape[0]
+    WIDTH: tl.constexpr = get(TENSOR, "width")
+    if VECTORS == 1:
+        inner = tl.arange(0, WIDTH)
+        mask = live[:, None] & (inner < get(TENSOR, "extent"))[None, :]
+        spots = start[:, None] + (inner * get(TENSOR, "along"))[None, :]
+        return tl.load(spots, mask=mask, other=0.0)
+    else:
+        a = _load_vectors(start, live, TENSOR, 0, VECTORS)
+        b = _load_vectors(start, live, TENSOR, 1, VECTORS)
+        c = _load_vectors(start, live, TENSOR, 2, VECTORS)
+        d = _load_vectors(start, live, TENSOR, 3, VECTORS)
+        quad = tl.join(tl.join(a, b), tl.join(c, d))
+        return tl.reshape(tl.permute(quad, (0, 1, 4, 3, 2)), (R, WIDTH))
+
+
 @triton.jit
 def _row_step(row, TENSOR: tl.constexpr, PLACE: tl.constexpr):
     """Where rows ``row`` (index within a slot) lie in a plane."""
@@ -240,9 +285,8 @@ def _write_tensor(
         begin = entry.to(tl.int64) * (entry_step * UNIT)
         begin += _source_step(row, first_step * UNIT, TENSOR)
         live = entry < n
-        mask = live[:, None] & (inner < get(TENSOR, "extent"))[None, :]
-        spots = x + begin[:, None] + (inner * get(TENSOR, "along"))[None, :]
-        values = tl.load(spots, mask=mask, other=0.0)
+        VECTORS: tl.constexpr = vectors(TENSOR, x.dtype, ALIGNED)
+        values = _load_rows(x + begin, live, TENSOR, VECTORS)
         live = kept(keep, width, entry, live, KEEP)
         slot = tl.load(slots + entry, mask=live, other=0)
         live = checked(slot, live, errors, get(SPEC, "limit"), get(SPEC, "message"))

@@ -143,12 +143,12 @@ def _block16_triton() -> tuple[Any, Any]:
         amax = device.amax(blocks, 2)
         # 94 is the code of 1e-10, below which no scale goes.
         scale = tl.maximum(device.exponent_over(amax, 6), 94)
-        step = device.inverse_power(scale)[:, :, None]
-        size = tl.minimum(tl.abs(blocks), device.LIMIT) * step
-        negative = tl.where(blocks < 0.0, 8, 0)
-        codes = device.flat(device.e2m1_away(size) + negative)
-        data = device.masked(device.pack(codes), amax == amax, 8)
-        return data, scale.to(tl.uint8)
+        fine = (amax == amax)[:, :, None]
+        step = tl.where(fine, device.inverse_power(scale)[:, :, None], 0.0)
+        size = device.at_most(tl.abs(blocks), device.LIMIT) * step
+        # Adding 0 makes -0 positive: its code has no sign.
+        codes = device.e2m1_away(size) | device.signs(blocks + 0.0, fine)
+        return device.pack(device.flat(codes)), scale.to(tl.uint8)
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
@@ -170,13 +170,12 @@ def _nvfp4_triton() -> tuple[Any, Any]:
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         blocks = device.grouped(x.to(tl.float32), 16)
-        target = device.divide_by(device.amax(blocks, 2), 6.0)
-        scale = device.to_e4m3(tl.div_rn(target, constants[0]))
-        step = device.from_e4m3(scale) * constants[0]
-        size = device.coded_size(blocks, step[:, :, None], 6.0)
-        codes = device.flat(device.e2m1_even(size) + device.sign_bit3(blocks))
-        # A scale of 0 or NaN has codes 0.
-        return device.masked(device.pack(codes), step > 0.0, 8), scale
+        target = device.divide_by_small(device.amax(blocks, 2), 6.0)
+        scale = device.to_e4m3(device.coded(target, constants[0], 448.0))
+        step = (device.from_e4m3(scale) * constants[0])[:, :, None]
+        size = device.coded_size(blocks, step, step > 0.0, 6.0)
+        codes = device.e2m1_even(size) | device.signs(blocks, step > 0.0)
+        return device.pack(device.flat(codes)), scale
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):

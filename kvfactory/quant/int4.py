@@ -100,20 +100,20 @@ def _triton() -> tuple[Any, Any]:
         groups = device.grouped(x.to(tl.float32), options[0])
         low, high = device.extremes(groups, 2)
         low, high = device.clamp(low, -65504.0, 65504.0), device.clamp(high, -65504.0, 65504.0)
-        scale = device.divide_by(high - low, 15.0).to(tl.float16)
-        scale = tl.where(scale == 0.0, 1.0, scale)
+        scale = device.divide_by_small(high - low, 15.0).to(tl.float16)
+        scale = tl.where(scale > 0.0, scale, 1.0)
         zero = low.to(tl.float16)
         begin = zero.to(tl.float32)
         factor, unit, inverse = device.divisor(scale.to(tl.float32))
         # The clamp of the input to 65504 and that of the code to 0..15, of the scaled difference.
-        most = tl.minimum((65504.0 - begin) * factor, unit * 15.0)[:, :, None]
-        steps = (groups - begin[:, :, None]) * factor[:, :, None]
-        steps = tl.minimum(tl.maximum(steps, 0.0), most)
-        steps = device.quotient(steps, unit[:, :, None], inverse[:, :, None])
         fine = low == low
+        most = tl.minimum((65504.0 - begin) * factor, unit * 15.0)
+        most = tl.where(fine, most, 0.0)[:, :, None]
+        steps = (groups - begin[:, :, None]) * factor[:, :, None]
+        steps = device.at_most(tl.maximum(steps, 0.0), most)
+        steps = device.quotient_unsigned(steps, unit[:, :, None], inverse[:, :, None])
         nan = tl.full(low.shape, float("nan"), tl.float16)
         data = device.pack(device.flat(device.rint_bits(steps)))
-        data = device.masked(data, fine, options[0] // 2)
         return data, tl.where(fine, scale, nan), tl.where(fine, zero, nan)
 
     @triton.jit

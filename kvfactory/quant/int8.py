@@ -152,10 +152,11 @@ def _row_triton() -> tuple[Any, Any]:
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         x = x.to(tl.float32)
-        scale = device.nonzero(device.divide_by(device.amax(x, 1), 127.0))[:, None]
-        # A scale of NaN, and nothing else, makes codes NaN: they are 0.
+        scale = device.nonzero(device.divide_by_small(device.amax(x, 1), 127.0))[:, None]
+        # A scale of NaN, and nothing else, makes codes NaN: they are 0. An odd divisor leaves no
+        # tie among subnormal quotients, so the short division is exact there too.
         kept = tl.where(scale == scale, 255, 0)
-        codes = device.rint_bits(device.coded(x, scale, 127.0)) & kept
+        codes = device.rint_bits(device.coded_integer(x, scale, 127.0)) & kept
         return codes.to(tl.int8), scale
 
     @triton.jit

@@ -138,10 +138,11 @@ def _triton() -> tuple[Any, Any]:
         amax = device.at_least(device.amax(blocks, 2), 1e-30)
         if options[0]:
             scale = device.exponent_over(amax, 6)
-            step = device.inverse_power(scale)[:, :, None]
-            size = tl.minimum(tl.abs(blocks), device.LIMIT) * step
-            codes = device.flat(device.e2m1_even(size) + device.sign_bit3(blocks))
-            data = device.masked(device.pack(codes), amax == amax, 16)
+            fine = (amax == amax)[:, :, None]
+            step = tl.where(fine, device.inverse_power(scale)[:, :, None], 0.0)
+            size = device.at_most(tl.abs(blocks), device.LIMIT) * step
+            codes = device.e2m1_even(size) | device.signs(blocks, fine)
+            data = device.pack(device.flat(codes))
         else:
             scale = device.exponent_over(amax, 448)
             step = device.inverse_power(scale)[:, :, None]

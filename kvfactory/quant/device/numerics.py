@@ -123,7 +123,13 @@ def divisor(scale):
     exponent = tl.minimum(bits(scale) >> 23, 253)
     factor = floats((254 - exponent) << 23)
     unit = scale * factor
-    return factor, unit, tl.div_rn(1.0, unit)
+    if INTERPRETED:
+        inverse = tl.div_rn(1.0, unit)
+    else:  # the approximate reciprocal and two Newton steps: a division without a branch
+        inverse = 1.0 / unit
+        inverse = tl.fma(-tl.fma(inverse, unit, -1.0), inverse, inverse)
+        inverse = tl.fma(-tl.fma(inverse, unit, -1.0), inverse, inverse)
+    return factor, unit, inverse
 
 
 @triton.jit
@@ -140,6 +146,22 @@ def quotient(y, unit, inverse):
 
 
 @triton.jit
+def quotient_unsigned(y, unit, inverse):
+    """``quotient`` of ``y`` whose zeros need no sign, with one operation less.
+
+    The first estimate comes from the reciprocal in two parts, which is as good as one correction.
+    """
+    if INTERPRETED:
+        return tl.div_rn(y, unit)
+    else:
+        rest = -tl.fma(inverse, unit, -1.0) * inverse
+        unit = tl.broadcast_to(unit, y.shape)
+        inverse = tl.broadcast_to(inverse, y.shape)
+        q = tl.fma(y, inverse, y * rest)
+        return tl.fma(-tl.fma(q, unit, -y), inverse, q)
+
+
+@triton.jit
 def coded(x, scale, high: tl.constexpr):
     """``x / scale`` clamped to +-high, correctly rounded within; ``scale`` positive; NaN stays."""
     factor, unit, inverse = divisor(scale)
@@ -150,16 +172,45 @@ def coded(x, scale, high: tl.constexpr):
 
 
 @triton.jit
-def coded_size(x, scale, high: tl.constexpr):
-    """``abs(x) / scale`` clamped to high, correctly rounded; something in 0..high for NaN."""
+def coded_size(x, scale, keep, high: tl.constexpr):
+    """``abs(x) / scale`` clamped to high, correctly rounded; 0 where ``keep`` is false."""
+    factor, unit, inverse = divisor(tl.where(keep, scale, 1.0))
+    y = at_most(tl.abs(x) * factor, tl.where(keep, unit * high, 0.0))
+    return quotient_unsigned(y, unit, inverse)
+
+
+@triton.jit
+def coded_integer(x, scale, high: tl.constexpr):
+    """``coded`` for codes without a negative zero; something for NaN."""
     factor, unit, inverse = divisor(scale)
-    return quotient(tl.minimum(tl.abs(x) * factor, unit * high), unit, inverse)
+    bound = unit * high
+    y = tl.minimum(tl.maximum(x * factor, -bound), bound)
+    return quotient_unsigned(y, unit, inverse)
+
+
+@triton.jit
+def at_most(x, high):
+    """min(x, high); ``high`` for NaN."""
+    if INTERPRETED:  # whose minimum keeps NaN
+        return tl.where(x < high, x, high)
+    else:
+        return tl.minimum(x, high)
 
 
 @triton.jit
 def divide_by(x, by: tl.constexpr):
     """``x / by`` for a number, correctly rounded; a NaN is the positive quiet one."""
     return _quiet(tl.div_rn(x, tl.full(x.shape, by, tl.float32)))
+
+
+@triton.jit
+def divide_by_small(x, by: tl.constexpr):
+    """``divide_by`` without a branch, for a whole number below 512 and no subnormal quotient."""
+    if INTERPRETED:
+        return divide_by(x, by)
+    else:
+        q = x * (1.0 / by)
+        return _quiet(tl.fma(-tl.fma(q, by, -x), 1.0 / by, q))
 
 
 @triton.jit
@@ -340,24 +391,33 @@ def e2m1_even(size):
 
 
 @triton.jit
+def _toward_zero(a, b, c):
+    """a b + c, rounded toward zero."""
+    return tl.inline_asm_elementwise(
+        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def e2m1_away(size):
-    """int32 codes of float32 ``size`` in 0..6, ties away from zero."""
-    normal = ((bits(size) + 0x200000) >> 22) - 252
-    tiny = (size >= 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
-    return tl.where(size < 1.0, tiny, normal)
+    """int32 whose low byte is the code of float32 ``size`` in 0..6, ties away from zero.
+
+    As ``e2m1_even``, with the half that rounds up in the addend, halves in the lowest bit.
+    """
+    if INTERPRETED:
+        normal = ((bits(size) + 0x200000) >> 22) - 252
+        tiny = (size >= 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
+        return tl.where(size < 1.0, tiny, normal)
+    else:
+        least = tl.minimum(_toward_zero(size, 2.0, 6291456.5), _toward_zero(size, 1.0, 6291458.5))
+        return bits(tl.minimum(least, _toward_zero(size, 0.5, 6291460.5))) >> 1
 
 
 @triton.jit
-def sign_bit3(x):
-    """8 where float32 ``x`` has its sign bit set, else 0."""
-    return (bits(x) >> 31) & 8
-
-
-@triton.jit
-def masked(data, keep, B: tl.constexpr):
-    """Bytes ``data`` [R, N], 0 in the groups of B bytes whose ``keep`` [R, N / B] is false."""
-    kept = tl.where(keep, 0xFF, 0).to(tl.uint8)[:, :, None]
-    return flat(grouped(data, B) & kept)
+def signs(x, keep):
+    """8 where float32 ``x`` has its sign bit set and ``keep`` is true, else 0."""
+    top = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
+    return top & tl.where(keep, 8, 0)
 
 
 @triton.jit
@@ -382,7 +442,7 @@ def pack(codes):
     R: tl.constexpr = codes.shape[0]
     H: tl.constexpr = codes.shape[1] // 2
     low, high = tl.split(tl.reshape(codes, (R, H, 2)))
-    return (low | (high << 4)).to(tl.uint8)
+    return (low + (high << 4)).to(tl.uint8)
 
 
 @triton.jit
