@@ -53,9 +53,11 @@ def _with_torch(job: ListJob) -> None:
     column = torch.arange(max(job.most_pages, 1), device=tokens.device)
     inside = column < counts[:, None]
     source = (first[:, None] + column).clamp(max=job.pages.shape[1] - 1)
-    spots = (ends - counts)[:, None] + column
+    spots = torch.where(inside, (ends - counts)[:, None] + column, len(job.out.indices))
     found = job.pages[job.rows.long()[:, None], source]
-    job.out.indices[spots[inside]] = found[inside]
+    listed = found.new_zeros(len(job.out.indices) + 1)
+    listed[spots] = found
+    job.out.indices.copy_(listed[:-1])
 
 
 def _launch(job: ListJob) -> None:

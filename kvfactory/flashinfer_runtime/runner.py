@@ -73,8 +73,10 @@ class Runner:
         """
         schedule = self.scheduler.of(step)
         out = q.new_empty(*q.shape[:2], self.served.shape.v_dim)
-        if not schedule.rows:
+        if not schedule.busy:
             return out.zero_()
+        if step.graph is not None and not step.graph.each:
+            out.zero_()
         if extra.select is not None:
             need = "none: FlashInfer attends to all that is visible"
             raise SpecError(Problem("attend(select=)", "a selection", need, "backend=torch"))

@@ -46,6 +46,9 @@ class Launch:
 class Schedule:
     """A step's launches; ``jobs`` are the page lists to build before the first.
 
+    ``busy`` unless there is nothing to launch: a graph's step always launches, whatever padding
+    it holds.
+
     ``new`` and ``prefix`` replace ``main`` where new tokens are attended as they came. ``slots``
     int64 [n] are the entries that the step reads, for stores that decode them first.
     """
@@ -53,6 +56,7 @@ class Schedule:
     serial: int
     constants: int
     work: Work
+    busy: bool
     main: tuple[Launch, ...] = ()
     new: tuple[Launch, ...] = ()
     prefix: tuple[Launch, ...] = ()
@@ -60,11 +64,6 @@ class Schedule:
     general: Launch | None = None
     jobs: tuple[ListJob, ...] = ()
     slots: Tensor | None = None
-
-    @property
-    def rows(self) -> int:
-        """Query rows."""
-        return self.work.rows
 
 
 @dataclass
@@ -135,17 +134,18 @@ class Scheduler:
             self._graph = step.buffer
         exact = self.planner.rules.exact_lengths
         work = work_of(step, self.shape.table, self.shape.page_tokens, exact)
-        schedule = Schedule(step.host.serial, constants, work)
+        busy = work.rows > 0 or step.graph is not None
+        schedule = Schedule(step.host.serial, constants, work, busy)
         self._made[step.buffer] = schedule
-        if work.rows and self.planner.kernels.merged and not (work.decodes and self.lossless):
+        if busy and self.planner.kernels.merged and not (work.decodes and self.lossless):
             self._plan_merged(step, schedule)
-        elif work.rows:
+        elif busy:
             self._plan_main(step, schedule)
 
     def begin(self, step: Step) -> None:
         """Build the page lists of ``step`` on the device."""
         schedule = self.of(step)
-        if not schedule.rows:
+        if not schedule.busy:
             return
         page_tokens, table = self.shape.page_tokens, step.tables[self.shape.table]
         most = table.pages.shape[1] if step.graph else int(schedule.work.pages.max(initial=0))
@@ -202,7 +202,8 @@ class Scheduler:
 
     def _plan_main(self, step: Step, schedule: Schedule) -> None:
         work = schedule.work
-        parts = classes(work, self.shape, self.planner.rules.deterministic and not step.graph)
+        apart = self.planner.rules.deterministic and step.graph is None
+        parts = classes(work, self.shape) if apart else [np.arange(len(work.tokens))]
         for slot, entries in enumerate(parts):
             part = work if len(parts) == 1 else work.only(entries)
             ask = self._ask(self.planner.kernel_for(part, step), part, slot)
@@ -284,11 +285,9 @@ def new_lists(batch: int, pages: int, device: torch.device) -> Lists:
     return Lists(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
 
-def classes(work: Work, shape: Shape, apart: bool) -> list[Counts]:
-    """Batch entries by the query tile that their own tokens ask for; all together unless apart."""
+def classes(work: Work, shape: Shape) -> list[Counts]:
+    """Batch entries with new tokens by the query tile that their own tokens ask for."""
     busy = work.q_tokens.nonzero()[0]
-    if not apart:
-        return [np.arange(len(work.tokens))] if len(busy) else []
     tiles = [query_tile(int(n) * shape.group, shape.v_dim) for n in work.q_tokens[busy]]
     return [busy[np.equal(tiles, tile)] for tile in sorted(set(tiles))]
 

@@ -41,7 +41,7 @@ class Model:
 def captured(
     scene: Scene, batch: int, tokens: int = 1, total: int | None = None
 ) -> tuple[Graph, Model]:
-    graph = scene.cache.graph(batch, tokens, total)
+    graph = scene.graph(batch, tokens, total)
     model = Model(scene, graph.shape.rows)
     graph.capture(model)
     return graph, model
