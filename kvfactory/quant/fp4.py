@@ -131,10 +131,11 @@ class NvFp4:
 @cache
 def _block16_triton() -> tuple[Any, Any]:
     """encode and decode of E2M1 with a power-of-two scale per 16 elements."""
-    global tl, device
+    global tl, device, fourbit
     import triton
     import triton.language as tl
 
+    from kvfactory.quant.device import fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
@@ -147,12 +148,12 @@ def _block16_triton() -> tuple[Any, Any]:
         step = tl.where(fine, device.inverse_power(scale)[:, :, None], 0.0)
         size = device.at_most(tl.abs(blocks), device.LIMIT) * step
         # Adding 0 makes -0 positive: its code has no sign.
-        codes = device.e2m1_away(size) | device.signs(blocks + 0.0, fine)
-        return device.pack(device.flat(codes)), scale.to(tl.uint8)
+        codes = fourbit.e2m1_away(size) | fourbit.signs(blocks + 0.0, fine)
+        return fourbit.pack(device.flat(codes)), scale.to(tl.uint8)
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
-        values = device.e2m1_values(device.unpack(planes[0]))
+        values = fourbit.e2m1_values(fourbit.unpack(planes[0]))
         return device.unscaled(values, planes[1], 16)
 
     return encode, decode
@@ -161,10 +162,11 @@ def _block16_triton() -> tuple[Any, Any]:
 @cache
 def _nvfp4_triton() -> tuple[Any, Any]:
     """encode and decode of E2M1 with an E4M3 scale per 16 elements; g is the constant."""
-    global tl, device
+    global tl, device, fourbit
     import triton
     import triton.language as tl
 
+    from kvfactory.quant.device import fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
@@ -174,12 +176,12 @@ def _nvfp4_triton() -> tuple[Any, Any]:
         scale = device.to_e4m3(device.coded(target, constants[0], 448.0))
         step = (device.from_e4m3(scale) * constants[0])[:, :, None]
         size = device.coded_size(blocks, step, step > 0.0, 6.0)
-        codes = device.e2m1_even(size) | device.signs(blocks, step > 0.0)
-        return device.pack(device.flat(codes)), scale
+        codes = fourbit.e2m1_even(size) | fourbit.signs(blocks, step > 0.0)
+        return fourbit.pack(device.flat(codes)), scale
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
-        values = device.grouped(device.e2m1_values(device.unpack(planes[0])), 16)
+        values = device.grouped(fourbit.e2m1_values(fourbit.unpack(planes[0])), 16)
         values = values * device.from_e4m3(planes[1])[:, :, None]
         return device.flat(values * constants[0])
 

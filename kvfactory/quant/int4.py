@@ -89,10 +89,11 @@ class GroupInt4:
 @cache
 def _triton() -> tuple[Any, Any]:
     """encode and decode; the option is the number of elements in a group."""
-    global tl, device
+    global tl, device, fourbit
     import triton
     import triton.language as tl
 
+    from kvfactory.quant.device import fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
@@ -113,12 +114,12 @@ def _triton() -> tuple[Any, Any]:
         steps = device.at_most(tl.maximum(steps, 0.0), most)
         steps = device.quotient_unsigned(steps, unit[:, :, None], inverse[:, :, None])
         nan = tl.full(low.shape, float("nan"), tl.float16)
-        data = device.pack(device.flat(device.rint_bits(steps)))
+        data = fourbit.pack(device.flat(device.rint_bits(steps)))
         return data, tl.where(fine, scale, nan), tl.where(fine, zero, nan)
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
-        codes = device.grouped(device.unpack(planes[0]).to(tl.float32), options[0])
+        codes = device.grouped(fourbit.unpack(planes[0]).to(tl.float32), options[0])
         scaled = codes * planes[1].to(tl.float32)[:, :, None]
         return device.flat(scaled + planes[2].to(tl.float32)[:, :, None])
 

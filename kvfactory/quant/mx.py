@@ -126,10 +126,11 @@ class MxFp4:
 @cache
 def _triton() -> tuple[Any, Any]:
     """encode and decode; the option is whether elements are E2M1."""
-    global tl, device
+    global tl, device, fourbit
     import triton
     import triton.language as tl
 
+    from kvfactory.quant.device import fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
@@ -141,8 +142,8 @@ def _triton() -> tuple[Any, Any]:
             fine = (amax == amax)[:, :, None]
             step = tl.where(fine, device.inverse_power(scale)[:, :, None], 0.0)
             size = device.at_most(tl.abs(blocks), device.LIMIT) * step
-            codes = device.e2m1_even(size) | device.signs(blocks, fine)
-            data = device.pack(device.flat(codes))
+            codes = fourbit.e2m1_even(size) | fourbit.signs(blocks, fine)
+            data = fourbit.pack(device.flat(codes))
         else:
             scale = device.exponent_over(amax, 448)
             step = device.inverse_power(scale)[:, :, None]
@@ -152,7 +153,7 @@ def _triton() -> tuple[Any, Any]:
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
         if options[0]:
-            values = device.e2m1_values(device.unpack(planes[0]))
+            values = fourbit.e2m1_values(fourbit.unpack(planes[0]))
         else:
             values = device.from_e4m3(planes[0])
         return device.unscaled(values, planes[1], 32)
