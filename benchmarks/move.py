@@ -158,7 +158,7 @@ def page_cases(scene: Scene, pages: int) -> dict[str, list[Call]]:
         sets.append((ids[:pages].contiguous(), ids[pages:].contiguous(), slots, image))
     ops = scene.ops
     cases: dict[str, list[Call]] = {
-        "move": [partial(ops.move_disjoint, dst, src) for dst, src, _, _ in sets],
+        "move": [partial(ops.move_pages, dst, src, True) for dst, src, _, _ in sets],
         "gather": [partial(ops.gather, None, slots) for _, _, slots, _ in sets],
         "pack": [partial(ops.pack, src, image) for src, _, _, image in sets],
         "unpack": [partial(ops.unpack, dst, image) for dst, _, _, image in sets],

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from kvfactory.kinds import ceil_div
 from kvfactory.quant.codec import DeviceCodec
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Baked:
     """A compile-time argument; compiled code is cached by its content."""
 
@@ -38,7 +41,7 @@ AxisSteps = tuple[int, int, int]
 """(divisor, high, low): index i of an axis lies at (i // divisor) * high + (i % divisor) * low."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class PlaneSpec(Baked):
     """Where a plane's elements are, in elements of ``dtype`` from the arena's start.
 
@@ -59,7 +62,7 @@ class PlaneSpec(Baked):
     itemsize: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ConstantSpec(Baked):
     """A float32 table: its offset and steps in elements; a step of 0 for an axis that it lacks."""
 
@@ -69,7 +72,7 @@ class ConstantSpec(Baked):
     along: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class TensorSpec(Baked):
     """One logical tensor: rows of ``extent`` elements padded to ``width``, ``row_extents`` a slot.
 
@@ -91,13 +94,10 @@ class TensorSpec(Baked):
     @property
     def slot_rows(self) -> int:
         """Rows in one slot."""
-        count = 1
-        for extent in self.row_extents:
-            count *= extent
-        return count
+        return math.prod(self.row_extents)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class RowsSpec(Baked):
     """The tensors that one launch writes or reads; ids at or above ``limit`` are foreign."""
 
@@ -106,8 +106,13 @@ class RowsSpec(Baked):
     limit: int
     message: str
 
+    @cached_property
+    def tiling(self) -> tuple[tuple[int, int], ...]:
+        """Per tensor the rows of an entry and those of a program."""
+        return tuple((tensor.slot_rows, tensor.tile_rows) for tensor in self.tensors)
 
-@dataclass(frozen=True, repr=False)
+
+@dataclass(frozen=True, repr=False, eq=False)
 class Part(Baked):
     """Bytes of a unit (a page or a slot) that one loop copies, in words of ``word_bytes``.
 
@@ -130,7 +135,7 @@ class Part(Baked):
     units: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class CopySpec(Baked):
     """All parts of a unit; ``page_slots`` is 1 where units are pages.
 
@@ -142,3 +147,8 @@ class CopySpec(Baked):
     limit: int
     image_bytes: int
     message: str
+
+    @cached_property
+    def tiling(self) -> tuple[tuple[int, int], ...]:
+        """Per part the units of a program, and how many programs share the words of a unit."""
+        return tuple((part.units, ceil_div(part.total, part.width)) for part in self.parts)

@@ -49,6 +49,7 @@ class GroupKernels:
         self.dense = cache(self._dense)
         self.move = cache(self._move)
         self.together = cache(self._together)
+        self.together_programs = cache(together_programs)
         self.zero = cache(self._zero)
 
     def likely(self) -> Iterator[Kernel]:
@@ -67,6 +68,7 @@ class GroupKernels:
             yield self.together(self.slots, MASK, units)
         for spec in (self.pages, self.slots):
             yield self.move(spec, ALL)
+            yield self.move(spec, MASK)
             yield self.dense(spec, ALL, torch.int64, False, True)
             yield self.dense(spec, ALL, torch.int64, True, True)
         yield self.zero(ALL)
@@ -146,7 +148,7 @@ def _flags(mode: int) -> Argument:
 
 def copy_programs(spec: CopySpec, n: int) -> int:
     """Programs that copy ``n`` units."""
-    return sum(ceil_div(n, p.units) * ceil_div(p.total, p.width) for p in spec.parts)
+    return sum([-(-n // units) * chunks for units, chunks in spec.tiling])
 
 
 def together_programs(spec: CopySpec, units: int) -> int:
@@ -157,4 +159,4 @@ def together_programs(spec: CopySpec, units: int) -> int:
 
 def row_programs(spec: RowsSpec, n: int) -> int:
     """Programs that encode or decode ``n`` entries."""
-    return sum(ceil_div(n * tensor.slot_rows, tensor.tile_rows) for tensor in spec.tensors)
+    return sum([-(-n * rows // tile) for rows, tile in spec.tiling])

@@ -21,11 +21,13 @@ from kvfactory.kernels.index_kernel import build_index
 from kvfactory.kernels.launch import Argument, Kernel
 from kvfactory.kinds import ceil_div
 
-BLOCK = 256
+PAGES, TOKENS = 256, 128
+"""Pages and new tokens of an entry that a program takes at once."""
+
 MOST_PARTS = 64
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class TableIndex(Baked):
     """One table: its lifetime (``reach`` in tokens) and byte offsets of its arrays."""
 
@@ -43,14 +45,18 @@ class TableIndex(Baked):
     capacity: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class IndexSpec(Baked):
-    """All tables, and byte offsets of the arrays that they share."""
+    """All tables, and byte offsets of the arrays that they share.
+
+    ``positions_table`` is the table whose programs also write the positions.
+    """
 
     rows: int
     q_indptr: int
     prefix: int
     positions: int
+    positions_table: int
     tables: tuple[TableIndex, ...]
 
 
@@ -77,7 +83,8 @@ class IndexBuild:
         ``most_tokens`` and ``most_pages`` are the most new tokens and listed pages of an entry, or
         more: they only spread the work. A ``tree`` step keeps the positions that it was given.
         """
-        parts = min(MOST_PARTS, max(1, ceil_div(max(most_tokens, most_pages), BLOCK)))
+        wanted = max(1, ceil_div(most_tokens, TOKENS), ceil_div(most_pages, PAGES))
+        parts = min(MOST_PARTS, wanted)
         programs = parts * batch * len(self._spec.tables)
         shift = number % self._depth * self._step_bytes
         self._kernel(not tree).launch(programs, self._arena, shift, batch, parts)
@@ -93,7 +100,8 @@ class IndexBuild:
             "SPEC": self._spec,
             "POSITIONS": positions,
             "BATCH": self._batch_block,
-            "BLOCK": BLOCK,
+            "BLOCK": PAGES,
+            "TOKENS": TOKENS,
         }
         return Kernel(build_index, arguments, baked)
 
@@ -101,7 +109,9 @@ class IndexBuild:
 def index_spec(plan: CachePlan) -> IndexSpec:
     """What the kernel bakes in."""
     offsets = {(field.table, field.name): field for field in plan.fields}
+    written = [i for i, table in enumerate(plan.tables) if table.lifetime.name != "encoder"]
     return IndexSpec(
+        positions_table=written[0] if written else -1,
         **{name: offsets["", name].offset for name in ("rows", "q_indptr", "prefix", "positions")},
         tables=tuple(_table(plan, table) for table in plan.tables),
     )

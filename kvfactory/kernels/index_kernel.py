@@ -53,20 +53,70 @@ def _pages(tokens, first, P: tl.constexpr):
 
 
 @triton.jit
-def _write_pages(
-    arena, shift, row, b, batch, part, parts,
-    SPEC: tl.constexpr, TABLE: tl.constexpr, BATCH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """indptr, last page and indices of entry b; its lengths and first page."""
+def _pages_before(
+    arena, shift, b, begin, SPEC: tl.constexpr, TABLE: tl.constexpr, BATCH: tl.constexpr
+):
+    """Listed pages of the entries ``begin`` .. ``begin`` + BATCH - 1 that stand before b, each."""
     P: tl.constexpr = get(TABLE, "page_tokens")
+    entry = begin + tl.arange(0, BATCH)
+    tokens, first = _lengths(arena, shift, entry, entry < b, SPEC, TABLE)
+    return tl.where(entry < b, _pages(tokens, first, P), 0)
+
+
+@triton.jit
+def _write_slots(
+    arena, shift, pages, start, prefix, new, begin,
+    SPEC: tl.constexpr, TABLE: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots of a block of new tokens, and with POSITIONS their positions."""
+    P: tl.constexpr = get(TABLE, "page_tokens")
+    token = begin + tl.arange(0, BLOCK)
+    inside = token < new
+    position = prefix + token
+    column = position // P
+    known = inside & (column < get(TABLE, "row_pages"))
+    page = tl.load(pages + column, mask=known, other=0).to(tl.int64)
+    slots = _longs(arena, shift, get(TABLE, "slots")) + start
+    tl.store(slots + token, page * P + position % P, mask=inside)
+    if POSITIONS:
+        positions = _longs(arena, shift, get(SPEC, "positions")) + start
+        tl.store(positions + token, position.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _build_table(
+    arena, shift, b, batch, part, parts,
+    SPEC: tl.constexpr, NTH: tl.constexpr, POSITIONS: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Everything of entry b in a table. What does not depend on each other is loaded at once."""
+    TABLE: tl.constexpr = get(SPEC, "tables", NTH)
+    P: tl.constexpr = get(TABLE, "page_tokens")
+    ENCODER: tl.constexpr = get(TABLE, "lifetime") == "encoder"
+    row = tl.load(_ints(arena, shift, get(SPEC, "rows")) + b).to(tl.int64)
     tokens, first = _lengths(arena, shift, b, b < batch, SPEC, TABLE)
+    before = _pages_before(arena, shift, b, 0, SPEC, TABLE, BATCH)
+    if not ENCODER:
+        bounds = _ints(arena, shift, get(SPEC, "q_indptr")) + b
+        token_start = tl.load(bounds)
+        new = tl.load(bounds + 1) - token_start
+        prefix = tl.load(_ints(arena, shift, get(SPEC, "prefix")) + b)
+    pages = _ints(arena, 0, get(TABLE, "pages")) + row * get(TABLE, "row_pages")
     own = _pages(tokens, first, P)
-    start = 0
-    for begin in range(0, b, BATCH):
-        entry = begin + tl.arange(0, BATCH)
-        all_tokens, all_first = _lengths(arena, shift, entry, entry < b, SPEC, TABLE)
-        before = tl.where(entry < b, _pages(all_tokens, all_first, P), 0)
-        start += tl.sum(before)
+    room = tl.minimum(own, get(TABLE, "row_pages") - first)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    listed = tl.load(pages + first + column, mask=column < room)
+    if not ENCODER:
+        _write_slots(
+            arena, shift, pages, token_start, prefix, new, part * TOKENS,
+            SPEC, TABLE, POSITIONS, TOKENS,
+        )  # fmt: skip
+    start = tl.sum(before)
+    for begin in range(BATCH, b, BATCH):
+        start += tl.sum(_pages_before(arena, shift, b, begin, SPEC, TABLE, BATCH))
+    target = _ints(arena, shift, get(TABLE, "indices")) + start
+    room = tl.minimum(room, get(TABLE, "capacity") - start)
+    tl.store(target + column, listed, mask=column < room)
     if part == 0:
         indptr = _ints(arena, shift, get(TABLE, "indptr"))
         tl.store(indptr + b, start)
@@ -76,46 +126,23 @@ def _write_pages(
         tl.store(last + b, (tokens + P - 1) % P + 1)
         tl.store(_ints(arena, shift, get(TABLE, "kv_lengths")) + b, tokens)
         tl.store(_ints(arena, shift, get(TABLE, "first_page")) + b, first)
-    source = _ints(arena, 0, get(TABLE, "pages")) + row + first
-    target = _ints(arena, shift, get(TABLE, "indices")) + start
-    room = tl.minimum(own, get(TABLE, "row_pages") - first)
-    room = tl.minimum(room, get(TABLE, "capacity") - start)
-    for begin in range(part * BLOCK, room, parts * BLOCK):
+    for begin in range((part + parts) * BLOCK, room, parts * BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < room
-        tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
-
-
-@triton.jit
-def _write_slots(
-    arena, shift, row, b, part, parts,
-    SPEC: tl.constexpr, TABLE: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Slots of the new tokens of entry b, and with POSITIONS their positions."""
-    P: tl.constexpr = get(TABLE, "page_tokens")
-    bounds = _ints(arena, shift, get(SPEC, "q_indptr")) + b
-    start = tl.load(bounds)
-    new = tl.load(bounds + 1) - start
-    prefix = tl.load(_ints(arena, shift, get(SPEC, "prefix")) + b)
-    pages = _ints(arena, 0, get(TABLE, "pages")) + row
-    for begin in range(part * BLOCK, new, parts * BLOCK):
-        token = begin + tl.arange(0, BLOCK)
-        inside = token < new
-        position = prefix + token
-        column = position // P
-        known = inside & (column < get(TABLE, "row_pages"))
-        page = tl.load(pages + column, mask=known, other=0).to(tl.int64)
-        slots = _longs(arena, shift, get(TABLE, "slots")) + start
-        tl.store(slots + token, page * P + position % P, mask=inside)
-        if POSITIONS:
-            positions = _longs(arena, shift, get(SPEC, "positions")) + start
-            tl.store(positions + token, position.to(tl.int64), mask=inside)
+        tl.store(target + column, tl.load(pages + first + column, mask=inside), mask=inside)
+    if not ENCODER:
+        for begin in range((part + parts) * TOKENS, new, parts * TOKENS):
+            _write_slots(
+                arena, shift, pages, token_start, prefix, new, begin,
+                SPEC, TABLE, POSITIONS, TOKENS,
+            )  # fmt: skip
 
 
 @triton.jit
 def build_index(
     arena, shift, batch, parts,
     SPEC: tl.constexpr, POSITIONS: tl.constexpr, BATCH: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Everything for entry b in one table; the grid is parts x batch x tables."""
     TABLES: tl.constexpr = count(SPEC, "tables")
@@ -125,19 +152,6 @@ def build_index(
     for i in tl.static_range(TABLES):
         if table == i:
             _build_table(
-                arena, shift, b, batch, part, parts, SPEC, i, POSITIONS and i == 0, BATCH, BLOCK
-            )
-
-
-@triton.jit
-def _build_table(
-    arena, shift, b, batch, part, parts,
-    SPEC: tl.constexpr, NTH: tl.constexpr, POSITIONS: tl.constexpr, BATCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    TABLE: tl.constexpr = get(SPEC, "tables", NTH)
-    number = tl.load(_ints(arena, shift, get(SPEC, "rows")) + b)
-    row = number.to(tl.int64) * get(TABLE, "row_pages")
-    if get(TABLE, "lifetime") != "encoder":
-        _write_slots(arena, shift, row, b, part, parts, SPEC, TABLE, POSITIONS, BLOCK)
-    _write_pages(arena, shift, row, b, batch, part, parts, SPEC, TABLE, BATCH, BLOCK)
+                arena, shift, b, batch, part, parts,
+                SPEC, i, POSITIONS and i == get(SPEC, "positions_table"), BATCH, BLOCK, TOKENS,
+            )  # fmt: skip

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.compiler import ASTSource
 
 _POINTERS = {
@@ -46,7 +45,8 @@ class Argument:
 class Kernel:
     """``function`` with ``baked`` bound; ``arguments`` describe the rest, in order.
 
-    Baked parameters stand last in the function's signature. Fusing multiplications with additions
+    Baked parameters stand last in the function's signature. ``interpreted`` says whether Triton was
+    told to interpret its functions when they were made. Fusing multiplications with additions
     is off: stored bytes must equal the specification's.
     """
 
@@ -65,14 +65,9 @@ class Kernel:
             "enable_fp_fusion": False,
             "debug": debug,
         }
+        self.interpreted = not isinstance(function, triton.JITFunction)
         self._padding = (None,) * len(baked)
-        self._compiled: Any = None
         self._run: Any = None
-
-    @property
-    def interpreted(self) -> bool:
-        """Whether Triton was told to interpret its functions when they were made."""
-        return not isinstance(self.function, triton.JITFunction)
 
     def source(self) -> ASTSource:
         """What the compiler takes; needs no GPU."""
@@ -92,32 +87,34 @@ class Kernel:
 
     def warm(self) -> None:
         """Compile for the current device and load, so that a launch in a graph can."""
-        if self.interpreted or self._compiled is not None:
+        if self.interpreted or self._run is not None:
             return
-        self._compiled = triton.compile(self.source(), options=self.options)
-        self._run = self._compiled.run
+        compiled = triton.compile(self.source(), options=self.options)
         self._streams = triton.runtime.driver.active.get_current_stream
         self._device = triton.runtime.driver.active.get_current_device()
-        self._fixed = (self._compiled.function, self._compiled.packed_metadata, None, None, None)
+        self._run = compiled.run  # loads the module, which the next line needs
+        self._fixed = (compiled.function, compiled.packed_metadata, None, None, None)
 
     def launch(self, programs: int, *values: Any) -> None:
         """Run ``programs`` programs on the current stream; nothing when there are none.
 
-        ``values`` are tensors, numbers, or tuples of them, as ``arguments`` say.
+        ``values`` are tensors, numbers, or tuples of them, as ``arguments`` say. Where kernels are
+        compiled an address does for a tensor.
         """
         if programs == 0:
             return
         if self.interpreted:
             self.function[(programs,)](*values, **self.baked)
             return
-        if self._compiled is None:
+        if self._run is None:
             self.warm()
         stream = self._streams(self._device)
-        self._run(programs, 1, 1, stream, *self._fixed, *map(_raw, values), *self._padding)
+        raw = [_raw(value) for value in values]
+        self._run(programs, 1, 1, stream, *self._fixed, *raw, *self._padding)
 
 
 def _raw(value: Any) -> Any:
     """An address for a tensor: the driver then asks no questions about it."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return tuple(map(_raw, value)) if isinstance(value, tuple) else value
+    if isinstance(value, int):
+        return value
+    return tuple([_raw(v) for v in value]) if isinstance(value, tuple) else value.data_ptr()

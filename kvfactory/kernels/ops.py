@@ -8,6 +8,7 @@ compiled when they first appear.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,15 @@ from kvfactory.kernels.compiled import (
     GroupKernels,
     copy_programs,
     row_programs,
-    together_programs,
 )
 from kvfactory.kernels.errors import ErrorWords
+from kvfactory.kernels.launch import Kernel
 from kvfactory.pools import GroupViews, Keep, MakeOps, Ops, TorchOps
 from kvfactory.quant.codec import DeviceCodec
 from kvfactory.quant.numerics import torch_dtype
+
+MOST_FORMS = 256
+"""Forms of rows (types, strides, alignment) that a group remembers."""
 
 
 def kernel_ops(errors: ErrorWords, debug: bool = False) -> MakeOps:
@@ -64,6 +68,7 @@ class TritonOps:
         self._kernels = GroupKernels(views, codecs, debug)
         self._names = self._kernels.names
         self._rows = self._kernels.rows(self._names)
+        self._forms: dict[Any, tuple[Kernel, tuple[int, ...]]] = {}
 
     def warm(self) -> None:
         """Compile and load all that the plan can launch."""
@@ -76,16 +81,35 @@ class TritonOps:
         self, layer_index: int, slots: Tensor, rows: Mapping[str, Tensor], keep: Keep | None
     ) -> None:
         """Encode ``rows`` (tensor name -> float [n, *axes]) and store them at ``slots``."""
-        n = len(slots)
-        specs = self._rows.tensors
-        xs = tuple(map(_steppable, (rows[name] for name in self._names), specs))
-        steps, aligned = _steps(xs, specs)
+        n = slots.shape[0]
+        xs = [rows[name] for name in self._names]
         mode, flags, width = _keep(keep, slots)
-        kernel = self._kernels.write(tuple(x.dtype for x in xs), mode, flags.dtype, aligned)
+        key = (mode, flags.dtype, *[(x.dtype, x.stride(), x.data_ptr() % 16) for x in xs])
+        form = self._forms.get(key)
+        if form is None:
+            form = self._new_form(xs, mode, flags.dtype)
+            if form is None:
+                dense = {name: x.contiguous() for name, x in zip(self._names, xs, strict=True)}
+                self.write(layer_index, slots, dense, keep)
+                return
+            if len(self._forms) > MOST_FORMS:
+                self._forms.clear()
+            self._forms[key] = form
+        kernel, steps = form
         kernel.launch(
             row_programs(self._rows, n),
-            self._arena, self._error, slots, flags, n, width, layer_index, xs, steps,
+            self._arena, self._error, slots, flags, n, width, layer_index, tuple(xs), steps,
         )  # fmt: skip
+
+    def _new_form(
+        self, xs: Sequence[Tensor], mode: int, flags: torch.dtype
+    ) -> tuple[Kernel, tuple[int, ...]] | None:
+        """The kernel for rows of these types and strides, and its steps; None if not steppable."""
+        specs = self._rows.tensors
+        if not all(map(_steppable, xs, specs)):
+            return None
+        steps, aligned = _steps(xs, specs)
+        return self._kernels.write(tuple(x.dtype for x in xs), mode, flags, aligned), steps
 
     def read(
         self, layer_index: int, slots: Tensor, names: Sequence[str], dtype: torch.dtype
@@ -142,29 +166,30 @@ class TritonOps:
         programs = copy_programs(self._kernels.pages, n)
         self._kernels.zero(mode).launch(programs, self._arena, self._error, pages, flags, n)
 
-    def move(self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None) -> None:
+    def move(
+        self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None, disjoint: bool = False
+    ) -> None:
         """Copy all planes of all layers, as if every source were read before any write."""
-        self._move(self._kernels.slots, dst_slots, src_slots, keep)
+        self._move(self._kernels.slots, dst_slots, src_slots, keep, disjoint)
 
-    def move_pages(self, dst_pages: Tensor, src_pages: Tensor) -> None:
+    def move_pages(self, dst_pages: Tensor, src_pages: Tensor, disjoint: bool = False) -> None:
         """``move`` of whole pages."""
-        self._move(self._kernels.pages, dst_pages, src_pages, None)
+        self._move(self._kernels.pages, dst_pages, src_pages, None, disjoint)
 
-    def move_disjoint(self, dst: Tensor, src: Tensor, by_slot: bool = False) -> None:
-        """``move_pages`` or ``move`` of ids none of which is both source and destination."""
-        spec, n = self._kernels.slots if by_slot else self._kernels.pages, len(dst)
-        kernel = self._kernels.move(spec, ALL)
-        kernel.launch(copy_programs(spec, n), self._arena, self._error, dst, src, dst, n)
-
-    def _move(self, spec: CopySpec, dst: Tensor, src: Tensor, keep: Keep | None) -> None:
-        n = len(dst)
-        if n > TOGETHER[-1]:
+    def _move(
+        self, spec: CopySpec, dst: Tensor, src: Tensor, keep: Keep | None, disjoint: bool
+    ) -> None:
+        n = dst.shape[0]
+        mode, flags = _mask(keep, dst)
+        if disjoint:
+            kernel, programs = self._kernels.move(spec, mode), copy_programs(spec, n)
+        elif n <= TOGETHER[-1]:
+            units = next(size for size in TOGETHER if n <= size)
+            kernel = self._kernels.together(spec, mode, units)
+            programs = self._kernels.together_programs(spec, units) if n else 0
+        else:
             self._move_through_image(spec, dst, src, keep)
             return
-        units = next(size for size in TOGETHER if n <= size)
-        mode, flags = _mask(keep, dst)
-        kernel = self._kernels.together(spec, mode, units)
-        programs = together_programs(spec, units) if n else 0
         kernel.launch(programs, self._arena, self._error, dst, src, flags, n)
 
     def _move_through_image(
@@ -219,14 +244,14 @@ def _outermost_is_row(spec: TensorSpec) -> bool:
     return spec.row_extents != (1,) and spec.steps[0] > spec.along
 
 
-def _steppable(x: Tensor, spec: TensorSpec) -> Tensor:
-    """``x`` itself when its entries and its outermost rows step evenly over dense memory."""
+def _steppable(x: Tensor, spec: TensorSpec) -> bool:
+    """Whether entries and outermost rows step evenly over dense memory."""
     loose = 2 if _outermost_is_row(spec) else 1
     step, dense = 1, True
     for axis in range(x.dim() - 1, loose - 1, -1):
         dense &= x.shape[axis] == 1 or x.stride(axis) == step
         step *= x.shape[axis]
-    return x if dense else x.contiguous()
+    return dense
 
 
 def _steps(xs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], bool]:

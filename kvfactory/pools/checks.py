@@ -74,6 +74,13 @@ def as_ids(ids: Ids, what: str) -> Tensor:
     return found
 
 
+def disjoint(dst: Tensor, src: Tensor) -> bool:
+    """Whether no id is in both; False for ids on a device, which would have to be waited for."""
+    if not (dst.is_cpu and src.is_cpu):
+        return False
+    return set(dst.flatten().tolist()).isdisjoint(src.flatten().tolist())
+
+
 def flat_ids(views: GroupViews, ids: Ids, what: str, mask: Tensor | None = None) -> Tensor:
     """``ids`` as contiguous int64 [n] on the arena's device; ``what`` ends in slots or pages.
 

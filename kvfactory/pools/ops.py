@@ -80,14 +80,15 @@ class Ops(Protocol):
         """Raw planes in the order of ``slots``: key -> fresh [n, *plane], or [L, n, *plane]."""
         ...
 
-    def move(self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None) -> None:
+    def move(self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None, disjoint: bool) -> None:
         """Copy all planes of all layers from ``src_slots`` to ``dst_slots``, entry by entry.
 
-        As if every source were read before any destination is written.
+        As if every source were read before any destination is written. ``disjoint`` promises that
+        no slot is both, so that the order does not matter.
         """
         ...
 
-    def move_pages(self, dst_pages: Tensor, src_pages: Tensor) -> None:
+    def move_pages(self, dst_pages: Tensor, src_pages: Tensor, disjoint: bool) -> None:
         """``move`` of whole pages."""
         ...
 

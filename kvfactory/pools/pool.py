@@ -195,10 +195,11 @@ class Pool:
         wrong = checks.move_problems(dst, src, mask)
         if wrong:
             raise SpecError(*wrong)
+        apart = checks.disjoint(dst, src)
         dst = checks.flat_ids(self.bound, dst, "dst_slots", mask)
         src = checks.flat_ids(self.bound, src, "src_slots", mask)
         if len(dst):
-            self.ops.move(dst, src, self._keep(mask))
+            self.ops.move(dst, src, self._keep(mask), apart)
 
     def set_constants(self, values: Mapping[Key, Any]) -> None:
         """Set (model layer id, tensor, name) -> number, array or tensor of the constant's shape.
@@ -225,12 +226,14 @@ class Pool:
     def move_pages(self, dst_pages: Ids, src_pages: Ids) -> None:
         """``move`` of whole pages."""
         checks.storage(self.bound)
-        dst = checks.flat_ids(self.bound, dst_pages, "dst_pages")
-        src = checks.flat_ids(self.bound, src_pages, "src_pages")
+        dst, src = checks.as_ids(dst_pages, "dst_pages"), checks.as_ids(src_pages, "src_pages")
+        apart = checks.disjoint(dst, src)
+        dst = checks.flat_ids(self.bound, dst, "dst_pages")
+        src = checks.flat_ids(self.bound, src, "src_pages")
         if len(dst) != len(src):
             raise SpecError(Problem("src_pages", f"{len(src)} pages", f"{len(dst)}"))
         if len(dst):
-            self.ops.move_pages(dst, src)
+            self.ops.move_pages(dst, src, apart)
 
     def copy_pages(self, pairs: Tensor | NDArray[np.integer[Any]]) -> None:
         """``move_pages`` for ``pairs`` int [n, 2] of (source, destination)."""

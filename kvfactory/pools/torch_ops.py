@@ -75,7 +75,9 @@ class TorchOps:
         every = slice(None) if layer_index is None else layer_index
         return {key: source.take(every, spots) for key, source in self._bytes.items()}
 
-    def move(self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None) -> None:
+    def move(
+        self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None, disjoint: bool = False
+    ) -> None:
         """Copy all planes of all layers, as if every source were read before any write."""
         limit = self._views.num_slots
         chosen = self._kept(dst_slots, limit, keep)
@@ -84,7 +86,7 @@ class TorchOps:
             for layer in plane.raw:
                 layer[dst.of(plane.slot_parts)] = layer[src.of(plane.slot_parts)]
 
-    def move_pages(self, dst_pages: Tensor, src_pages: Tensor) -> None:
+    def move_pages(self, dst_pages: Tensor, src_pages: Tensor, disjoint: bool = False) -> None:
         """``move`` of whole pages."""
         limit = self._views.num_pages
         chosen = self._kept(dst_pages, limit, None)

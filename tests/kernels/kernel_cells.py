@@ -266,11 +266,11 @@ def check_moves(bench: Bench) -> None:
     bench.both("move", dst, src, Keep(mask=mask))
     bench.both("move_pages", torch.tensor([2, 3, 1]), torch.tensor([1, 2, 3]))
     bench.want.move_pages(torch.tensor([3]), torch.tensor([1]))
-    bench.got.move_disjoint(bench.there(torch.tensor([3])), bench.there(torch.tensor([1])))
-    bench.check("move_disjoint of pages")
+    bench.got.move_pages(bench.there(torch.tensor([3])), bench.there(torch.tensor([1])), True)
+    bench.check("disjoint move of pages")
     bench.want.move(bench.slots[6:12], bench.slots[:6], None)
-    bench.got.move_disjoint(bench.there(bench.slots[6:12]), bench.there(bench.slots[:6]), True)
-    bench.check("move_disjoint of slots")
+    bench.got.move(bench.there(bench.slots[6:12]), bench.there(bench.slots[:6]), None, True)
+    bench.check("disjoint move of slots")
     bench.both("zero", torch.tensor([1, 2]), Keep(mask=torch.tensor([False, True])))
     bench.both("zero", torch.tensor([3]), None)
 
@@ -297,7 +297,7 @@ def check_foreign_ids(bench: Bench) -> None:
         "move to": lambda: bench.got.move(bad, fine, None),
         "move from": lambda: bench.got.move(fine, bad, None),
         "move_pages": lambda: bench.got.move_pages(bad, pages),
-        "move_disjoint": lambda: bench.got.move_disjoint(bad, pages),
+        "disjoint move": lambda: bench.got.move_pages(bad, pages, True),
         "zero": lambda: bench.got.zero(bad, None),
         "unpack": lambda: bench.got.unpack(bad, image),
         "pack": lambda: bench.got.pack(bad, image),
