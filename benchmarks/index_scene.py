@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Call
-from kvfactory.cacheplan import CachePlan
 from kvfactory.kernels.index import IndexBuild
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.spec import Spec
 
 BATCH, CONTEXT, PAGE = 256, 4096, 16

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvfactory.builder import build
     from kvfactory.cache import Cache
-    from kvfactory.cacheplan import CachePlan
     from kvfactory.calibration import calibrate
     from kvfactory.composer import compose
     from kvfactory.errors import (
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         SpecError,
     )
     from kvfactory.planner import plan
+    from kvfactory.planning.cacheplan import CachePlan
     from kvfactory.spec import Spec
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
 
 _HOMES = {
     "Cache": "cache",
-    "CachePlan": "cacheplan",
+    "CachePlan": "planning.cacheplan",
     "Spec": "spec",
     "build": "builder",
     "calibrate": "calibration",

@@ -12,15 +12,15 @@ from kvfactory.backends import BACKENDS, AttentionRunner, Resources, SelectRunne
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache
-from kvfactory.cacheplan import Attention, CachePlan, Select
 from kvfactory.calibration import required_constants
-from kvfactory.checkpoint import read_constants
+from kvfactory.calibration.checkpoint import read_constants
 from kvfactory.errors import BuildError, Problem
 from kvfactory.memory import MEMORIES
-from kvfactory.parts import Parts
+from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import MakeOps, Pool, TorchOps
 from kvfactory.quant import resolve_codec
-from kvfactory.steps import StepBuffers
+from kvfactory.runtime.parts import Parts
+from kvfactory.runtime.steps import StepBuffers
 
 if TYPE_CHECKING:
     from kvfactory.kernels import ErrorWords

@@ -15,16 +15,16 @@ from torch import Tensor
 from kvfactory.backends import AttendExtra, AttentionRunner
 from kvfactory.books import Accepted, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
-from kvfactory.cacheplan import GroupPlan
-from kvfactory.foreign import ForeignBatch, Ids, foreign_record, refreshed
-from kvfactory.gate import Gate
-from kvfactory.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
-from kvfactory.layerwork import LayerWork
-from kvfactory.parts import Parts
+from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Pool
-from kvfactory.retraction import CacheImage, load, offload
+from kvfactory.runtime.foreign import ForeignBatch, Ids, foreign_record, refreshed
+from kvfactory.runtime.gate import Gate
+from kvfactory.runtime.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
+from kvfactory.runtime.layerwork import LayerWork
+from kvfactory.runtime.parts import Parts
+from kvfactory.runtime.retraction import CacheImage, load, offload
+from kvfactory.runtime.steps import Step
 from kvfactory.states import DeviceCounts, StateStore, StateViews
-from kvfactory.steps import Step
 
 
 class Cache:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfactory.composer import Composed, Request, hydra_errors, load, read, version_base
-from kvfactory.devices import ask_driver, ask_torch
+from kvfactory.config.devices import ask_driver, ask_torch
 from kvfactory.errors import BuildError, KVFactoryError, PlanError, Problem, SpecError, did_you_mean
 
 if TYPE_CHECKING:

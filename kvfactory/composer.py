@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfactory.confdirs import ConfDir, conf_dirs
-from kvfactory.devices import ask_driver, resolve
+from kvfactory.config.confdirs import ConfDir, conf_dirs
+from kvfactory.config.devices import ask_driver, resolve
+from kvfactory.config.overrides import Override, private_keys, refusals
 from kvfactory.errors import Problem, SpecError
-from kvfactory.overrides import Override, private_keys, refusals
 from kvfactory.spec import Spec
 
 Probe = Callable[[str], dict[str, Any] | None]

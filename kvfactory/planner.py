@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from kvfactory.annexes import draft_annexes, fixed_slots
-from kvfactory.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
 from kvfactory.backends.contract import BACKENDS, Backend, refusals
-from kvfactory.cacheplan import Attention, CachePlan, Choice, GroupPlan, Select, Workspace
-from kvfactory.drafts import with_draft
 from kvfactory.errors import CapabilityError, Problem
-from kvfactory.grouping import Draft, Findings, draft_groups
 from kvfactory.memory import MEMORIES
+from kvfactory.planning.annexes import draft_annexes, fixed_slots
+from kvfactory.planning.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
+from kvfactory.planning.cacheplan import Attention, CachePlan, Choice, GroupPlan, Select, Workspace
+from kvfactory.planning.drafts import with_draft
+from kvfactory.planning.grouping import Draft, Findings, draft_groups
 from kvfactory.sizing import crowded_chunks, draft_tables, sizes_for, solve
 from kvfactory.spec import BackendChoice, Spec
 

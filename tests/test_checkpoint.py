@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvfactory.calibration import Key
-from kvfactory.checkpoint import from_checkpoint
+from kvfactory.calibration.checkpoint import from_checkpoint
 from kvfactory.errors import SpecError
 
 

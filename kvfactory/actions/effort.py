@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, Select
+from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan, Select
 
 SECONDS = 25.0
 """The aim, on one quiet core."""

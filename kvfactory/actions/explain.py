@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import Problem
-from kvfactory.explain import Explanation, Trial, Verdict, explain
 from kvfactory.planner import plan
-from kvfactory.report import columns, plan_text, size
+from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.report.explanation import Explanation, Trial, Verdict, explain
+from kvfactory.report.tables import columns, plan_text, size
 from kvfactory.spec import Spec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvfactory.backends import BACKENDS
-from kvfactory.confdirs import conf_dirs
+from kvfactory.config.confdirs import conf_dirs
 from kvfactory.layouts import LAYOUTS
 from kvfactory.memory import MEMORIES
 from kvfactory.quant import SCHEMES
@@ -23,7 +23,7 @@ def run(spec: Spec, output: str) -> int:
     if output == "json":
         print(json.dumps([dict(zip(_HEAD, entry, strict=True)) for entry in entries], indent=2))
     else:
-        from kvfactory.report import columns
+        from kvfactory.report.tables import columns
 
         print(columns(_HEAD, entries))
     return 0

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvfactory.actions.effort import Effort
 from kvfactory.cache import Cache
-from kvfactory.cacheplan import Attention, GroupPlan, Recurrence, Select
-from kvfactory.steps import Step
-from kvfactory.verify import Inputs, Verdict, Verifier
-from kvfactory.verify_index import IndexChecker
-from kvfactory.verify_state import StateChecker
+from kvfactory.planning.cacheplan import Attention, GroupPlan, Recurrence, Select
+from kvfactory.runtime.steps import Step
+from kvfactory.verify.attention import Inputs, Verdict, Verifier
+from kvfactory.verify.index import IndexChecker
+from kvfactory.verify.state import StateChecker
 
 
 class Loop:

@@ -16,7 +16,7 @@ def run(spec: Spec, output: str) -> int:
     if output == "json":
         print(laid.to_json(indent=2))
     else:
-        from kvfactory.report import plan_text
+        from kvfactory.report.tables import plan_text
 
         print(plan_text(laid))
     return 0

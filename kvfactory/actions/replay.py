@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.planner import plan
-from kvfactory.progress import track
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.replay import Load, Outcome, Simulation, load_of, read_trace, spec_for
-from kvfactory.report import columns
+from kvfactory.report.progress import track
+from kvfactory.report.tables import columns
 from kvfactory.spec import Spec
 
 

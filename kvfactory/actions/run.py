@@ -18,13 +18,13 @@ import torch
 from kvfactory.actions.effort import choose
 from kvfactory.actions.loop import Loop
 from kvfactory.builder import build
-from kvfactory.cacheplan import CachePlan
 from kvfactory.kinds import ceil_div
 from kvfactory.planner import plan
-from kvfactory.progress import track
-from kvfactory.report import columns, plan_text
+from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.report.progress import track
+from kvfactory.report.tables import columns, plan_text
 from kvfactory.spec import Spec
-from kvfactory.verify import Verdict
+from kvfactory.verify.attention import Verdict
 
 DECODE_TOKENS = 16
 PREFILL_STEPS = 3  # at least, so that chunks and decodes mix

@@ -11,8 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvfactory.cacheplan import Annex, Attention, CachePlan, GroupPlan, Limits, Recurrence, Select
 from kvfactory.errors import Problem
+from kvfactory.planning.cacheplan import (
+    Annex,
+    Attention,
+    CachePlan,
+    GroupPlan,
+    Limits,
+    Recurrence,
+    Select,
+)
 from kvfactory.registry import Registry
 from kvfactory.spec import IndexGroup, Spec
 
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvfactory.pools import Pool
-    from kvfactory.steps import Step
+    from kvfactory.runtime.steps import Step
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvfactory.backends.contract import AttentionRunner, Needs, Resources, SelectRunner, refusals
-from kvfactory.cacheplan import GroupPlan, Limits
 from kvfactory.errors import SpecError
 from kvfactory.flashinfer_runtime.sizes import Served, serve, workspace_bytes
+from kvfactory.planning.cacheplan import GroupPlan, Limits
 from kvfactory.problems import from_validation
 from kvfactory.spec import Spec
 

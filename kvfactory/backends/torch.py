@@ -13,14 +13,14 @@ from kvfactory.backends.contract import (
     Resources,
     SelectRunner,
 )
-from kvfactory.cacheplan import GroupPlan, Limits
+from kvfactory.planning.cacheplan import GroupPlan, Limits
 from kvfactory.spec import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvfactory.reference import Oracle, Selector
-    from kvfactory.steps import Step
+    from kvfactory.runtime.steps import Step
 
 
 FEATURES = frozenset(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.kinds import Lifetime
+from kvfactory.planning.cacheplan import CachePlan
 
 
 @dataclass(frozen=True)

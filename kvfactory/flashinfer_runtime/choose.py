@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvfactory.backends.contract import features, stored_exactly
-from kvfactory.cacheplan import Attention, GroupPlan
+from kvfactory.planning.cacheplan import Attention, GroupPlan
 from kvfactory.spec import Spec
 
 KernelName = Literal["fa2", "fa3", "cuda_cores", "xqa", "mla_fa2", "mla_fa3"]

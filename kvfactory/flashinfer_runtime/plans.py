@@ -19,7 +19,7 @@ from kvfactory.flashinfer_runtime.choose import KernelName, Kernels, Shape
 from kvfactory.flashinfer_runtime.library import Module, Sizes, Space
 from kvfactory.flashinfer_runtime.spaces import PlanArea
 from kvfactory.flashinfer_runtime.work import Counts, Work, indptr
-from kvfactory.steps import Step
+from kvfactory.runtime.steps import Step
 
 HEADROOM = 64
 """A decode plan is made for requests 1/64 (at least a page) longer than they are."""

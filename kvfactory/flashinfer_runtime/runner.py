@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import Attention
 from kvfactory.errors import BooksError, Problem, SpecError
 from kvfactory.flashinfer_runtime import finish, masks
 from kvfactory.flashinfer_runtime.choose import FULL
@@ -17,7 +16,8 @@ from kvfactory.flashinfer_runtime.library import Call
 from kvfactory.flashinfer_runtime.schedule import Launch, Schedule, Scheduler
 from kvfactory.flashinfer_runtime.sizes import Served
 from kvfactory.flashinfer_runtime.store import Layer, Store
-from kvfactory.steps import Step
+from kvfactory.planning.cacheplan import Attention
+from kvfactory.runtime.steps import Step
 
 if TYPE_CHECKING:
     from kvfactory.backends import AttendExtra

@@ -17,7 +17,7 @@ from kvfactory.flashinfer_runtime.lists import ListJob, build_lists
 from kvfactory.flashinfer_runtime.plans import Ask, Planner
 from kvfactory.flashinfer_runtime.sizes import Slots, query_tile
 from kvfactory.flashinfer_runtime.work import Counts, Work, indptr, work_of
-from kvfactory.steps import Step
+from kvfactory.runtime.steps import Step
 
 
 @dataclass(frozen=True)

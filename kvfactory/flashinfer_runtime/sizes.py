@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvfactory.cacheplan import GroupPlan, Limits
 from kvfactory.flashinfer_runtime.choose import Kernels, Shape, choose_kernels, shape_of
 from kvfactory.kinds import align_up, ceil_div
+from kvfactory.planning.cacheplan import GroupPlan, Limits
 from kvfactory.spec import Spec
 
 ALIGN = 256

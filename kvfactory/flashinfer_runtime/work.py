@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfactory.steps import Step
+from kvfactory.runtime.steps import Step
 
 Counts = NDArray[np.int64]
 

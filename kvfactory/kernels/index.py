@@ -15,11 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import CachePlan, TablePlan
 from kvfactory.kernels.baked import Baked
 from kvfactory.kernels.index_kernel import build_index
 from kvfactory.kernels.launch import Argument, Kernel
 from kvfactory.kinds import ceil_div
+from kvfactory.planning.cacheplan import CachePlan, TablePlan
 
 PAGES, TOKENS = 256, 128
 """Pages and new tokens of an entry that a program takes at once."""

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvfactory.cacheplan import GroupPlan, PlanePlan
 from kvfactory.kernels.baked import AxisSteps, Part
 from kvfactory.kinds import align_up, ceil_div
 from kvfactory.layouts.placement import Strided
+from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 
 PROGRAM_BYTES = 8192
 """What one program of a copy moves."""

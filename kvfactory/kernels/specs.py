@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvfactory.cacheplan import ConstantPlan, GroupPlan, PlanePlan, TensorPlan
 from kvfactory.kernels.baked import ConstantSpec, CopySpec, PlaneSpec, RowsSpec, TensorSpec
 from kvfactory.kernels.parts import (
     axis_of,
@@ -16,6 +15,7 @@ from kvfactory.kernels.parts import (
     placed,
     plane_parts,
 )
+from kvfactory.planning.cacheplan import ConstantPlan, GroupPlan, PlanePlan, TensorPlan
 from kvfactory.pools import GroupViews
 from kvfactory.quant.codec import DeviceCodec
 

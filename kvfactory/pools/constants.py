@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import ConstantPlan
 from kvfactory.calibration import Key
 from kvfactory.errors import Problem, SpecError
+from kvfactory.planning.cacheplan import ConstantPlan
 from kvfactory.pools.views import GroupViews
 
 

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfactory.cacheplan import GroupPlan
 from kvfactory.calibration import Key
 from kvfactory.errors import Problem, SpecError
+from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import checks, image, slices, transfer
 from kvfactory.pools.checks import Ids
 from kvfactory.pools.constants import assign, fill_defaults, keys

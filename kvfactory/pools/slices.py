@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvfactory.cacheplan import GroupPlan, PlanePlan, Recurrence, TensorPlan
 from kvfactory.errors import Problem, SpecError
+from kvfactory.planning.cacheplan import GroupPlan, PlanePlan, Recurrence, TensorPlan
 from kvfactory.pools.transfer import Region
 
 SLICED = ("head", "channel")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import GroupPlan, PlanePlan, TensorPlan
 from kvfactory.errors import Problem, SpecError
+from kvfactory.planning.cacheplan import GroupPlan, PlanePlan, TensorPlan
 from kvfactory.pools.ops import Keep
 from kvfactory.pools.views import GroupViews, axis_name
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from kvfactory.cacheplan import GroupPlan, PlanePlan
 from kvfactory.errors import Problem
 from kvfactory.layouts import Pattern, Strided
 from kvfactory.layouts.pattern import parse
+from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 from kvfactory.pools.views import GroupViews
 
 

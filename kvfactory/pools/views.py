@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import GroupPlan, PlanePlan
 from kvfactory.dtypes import itemsize
 from kvfactory.errors import BuildError, Problem
 from kvfactory.kinds import align_up
+from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 from kvfactory.quant import Codec, resolve_codec
 from kvfactory.quant.numerics import torch_dtype
 

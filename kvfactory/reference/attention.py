@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import Attention, GroupPlan
+from kvfactory.planning.cacheplan import Attention, GroupPlan
 from kvfactory.reference.paged import Reader, Request, entry_slots, live_requests
 from kvfactory.reference.softmax import Queries, Stored, attend, finite, first_visible
 
 if TYPE_CHECKING:
     from kvfactory.backends.contract import AttendExtra
-    from kvfactory.steps import Step
+    from kvfactory.runtime.steps import Step
 
 FEW_QUERIES = 16
 """Up to here, strided keys cost less than copying them."""

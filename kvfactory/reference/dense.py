@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import Attention
+from kvfactory.planning.cacheplan import Attention
 
 PIECE_LOGITS = 2**20
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvfactory.errors import BooksError, Problem
 
 if TYPE_CHECKING:
-    from kvfactory.cacheplan import GroupPlan
-    from kvfactory.steps import Step, TableArrays
+    from kvfactory.planning.cacheplan import GroupPlan
+    from kvfactory.runtime.steps import Step, TableArrays
 
 SINK = 0
 """Row and page that padded batch entries read and write."""

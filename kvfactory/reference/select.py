@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import GroupPlan
-from kvfactory.cacheplan import Select as SelectWork
+from kvfactory.planning.cacheplan import GroupPlan
+from kvfactory.planning.cacheplan import Select as SelectWork
 from kvfactory.reference.paged import Reader, Request, entry_slots, live_requests
 
 if TYPE_CHECKING:
-    from kvfactory.steps import Step
+    from kvfactory.runtime.steps import Step
 
 PIECE_SCORES = 2**24
 

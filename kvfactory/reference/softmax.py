@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import Attention
+from kvfactory.planning.cacheplan import Attention
 
 BLOCK_QUERIES = 128
 BLOCK_LOGITS = 2**24

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfactory.books import Capacity
-from kvfactory.cacheplan import CachePlan, TablePlan
 from kvfactory.kinds import ceil_div
+from kvfactory.planning.cacheplan import CachePlan, TablePlan
 from kvfactory.sizing import request_pages
 
 Int64 = NDArray[np.int64]

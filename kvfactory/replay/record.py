@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfactory.books import Capacity
-from kvfactory.cacheplan import CachePlan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.replay.accounts import Accounts, Int64
 from kvfactory.replay.load import Load
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvfactory.books import Books, Segment, Sequence, StepRecord
 from kvfactory.books.shape import books_shape
-from kvfactory.cacheplan import CachePlan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.replay.accounts import Accounts, Int64, Room
 from kvfactory.replay.load import Load
 from kvfactory.replay.prefixes import NO_MATCH, NO_PROMPT, Match, Prefixes, Prompt

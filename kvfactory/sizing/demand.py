@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvfactory.assembly import Sizes, TableDraft
-from kvfactory.cacheplan import Limits, TablePlan
-from kvfactory.grouping import Draft, TableKey
 from kvfactory.kinds import Lifetime, ceil_div
+from kvfactory.planning.assembly import Sizes, TableDraft
+from kvfactory.planning.cacheplan import Limits, TablePlan
+from kvfactory.planning.grouping import Draft, TableKey
 from kvfactory.spec import Engine, Spec
 
 FULL_SPEED_REQUESTS = 8

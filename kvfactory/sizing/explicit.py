@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvfactory.assembly import Sizes, TableDraft
 from kvfactory.errors import PlanError, Problem, did_you_mean
-from kvfactory.grouping import TableKey
 from kvfactory.kinds import ceil_div
+from kvfactory.planning.assembly import Sizes, TableDraft
+from kvfactory.planning.grouping import TableKey
 from kvfactory.sizing.demand import limits, pages_for, prefill_pages
 from kvfactory.sizing.search import ByteCount, largest
 from kvfactory.spec import Spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvfactory.assembly import Sizes
+from kvfactory.planning.assembly import Sizes
 
 ByteCount = Callable[[Sizes], int]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvfactory.assembly import Sizes, TableDraft
 from kvfactory.errors import PlanError, Problem
-from kvfactory.grouping import TableKey
 from kvfactory.kinds import ceil_div
+from kvfactory.planning.assembly import Sizes, TableDraft
+from kvfactory.planning.grouping import TableKey
 from kvfactory.sizing.demand import comfortable_pages, pages_for, prefill_pages, sizes_for
 from kvfactory.sizing.explicit import by_table, contradictions, solve_ratios, solve_tokens
 from kvfactory.sizing.search import ByteCount, largest

@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-from kvfactory.cacheplan import GroupPlan, Recurrence
-from kvfactory.geometry import heads_of
+from kvfactory.planning.cacheplan import GroupPlan, Recurrence
+from kvfactory.planning.geometry import heads_of
 from kvfactory.quant.numerics import torch_dtype
 from kvfactory.reference.conv import causal_conv
 from kvfactory.reference.drives import gated_delta, kimi_delta, lightning, mamba1, mamba2
 from kvfactory.reference.recurrence import Drive, chunk, scan
+from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup
 from kvfactory.states.planes import fetch, store
 from kvfactory.states.rings import BASE, PENDING, Ring
 from kvfactory.states.views import StateViews
-from kvfactory.steps import Step
 
 SCANNED = 16
 

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfactory.annexes import CURSOR
-from kvfactory.geometry import Heads
+from kvfactory.planning.annexes import CURSOR
+from kvfactory.planning.geometry import Heads
 from kvfactory.pools import Pool
 from kvfactory.reference.recurrence import Drive, scan
 from kvfactory.states.planes import fetch, store

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from kvfactory.books import Accepted, Books, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
-from kvfactory.cacheplan import Annex, CachePlan, GroupPlan, Recurrence
 from kvfactory.errors import BooksError, Problem
-from kvfactory.geometry import heads_of
+from kvfactory.planning.cacheplan import Annex, CachePlan, GroupPlan, Recurrence
+from kvfactory.planning.geometry import heads_of
 from kvfactory.pools import Pool
+from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup
 from kvfactory.states.landing import DeviceCounts
 from kvfactory.states.planes import device_ids, fetch, store
 from kvfactory.states.rings import PENDING, Mirror, Ring
 from kvfactory.states.views import StateViews, snapshot_views
-from kvfactory.steps import Step
 
 Ids = NDArray[np.integer]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvfactory.cacheplan import GroupPlan
+from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Pool
 from kvfactory.states.rings import Ring
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.builder import build
 from kvfactory.cache import Cache
-from kvfactory.cacheplan import Attention, GroupPlan, Recurrence, Select
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import Attention, GroupPlan, Recurrence, Select
+from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup, Spec
 from kvfactory.states import LinearInputs, LinearLayer
-from kvfactory.steps import Step
 
 VOCABULARY = 97
 

@@ -12,10 +12,10 @@ import torch
 import yaml
 
 from kvfactory.builder import build
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import KVFactoryError
 from kvfactory.memory import MEMORIES
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.spec import Spec
 
 CONF = Path(__file__).parents[2] / "conf"

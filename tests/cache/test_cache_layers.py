@@ -28,11 +28,11 @@ from cache_support import (
 
 from kvfactory.builder import build
 from kvfactory.cache import Cache
-from kvfactory.entries import completing
 from kvfactory.errors import BuildError, PlanError, SpecError
 from kvfactory.planner import plan
 from kvfactory.pools import Write
-from kvfactory.steps import Step
+from kvfactory.runtime.entries import completing
+from kvfactory.runtime.steps import Step
 
 
 def _step(model: Any, tokens: int = 12, **parts: Any) -> tuple[Cache, Step]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from kvfactory.actions.effort import SECONDS, choose, sample, seconds
 from kvfactory.actions.loop import Loop
 from kvfactory.actions.run import execute, schedule
-from kvfactory.cacheplan import Recurrence, Select
 from kvfactory.planner import plan
-from kvfactory.verify import Verdict, Workload
-from kvfactory.verify_index import IndexChecker
+from kvfactory.planning.cacheplan import Recurrence, Select
+from kvfactory.verify.attention import Verdict, Workload
+from kvfactory.verify.index import IndexChecker
 
 INT8 = {"quant": {"k": "int8_token_head", "latent": "int8_token_head", "index_k": "fp8_e4m3"}}
 

@@ -11,11 +11,11 @@ import pytest
 
 from kvfactory.backends import BACKENDS
 from kvfactory.composer import compose
-from kvfactory.confdirs import ConfDir, conf_dir, unsafe_yaml
-from kvfactory.layers import parse_layers
+from kvfactory.config.confdirs import ConfDir, conf_dir, unsafe_yaml
 from kvfactory.memory import MEMORIES
 from kvfactory.planner import plan
 from kvfactory.spec import AttentionGroup, IndexGroup, LinearGroup, MlaGroup, Plugin, Spec
+from kvfactory.spec.layers import parse_layers
 
 CONF = ConfDir(conf_dir(), "built-in")
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "models.json").read_text())["models"]

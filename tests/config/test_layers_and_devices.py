@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvfactory import devices
 from kvfactory.composer import compose
+from kvfactory.config import devices
 from kvfactory.errors import SpecError
-from kvfactory.layers import parse_layers
 from kvfactory.planner import plan
-from kvfactory.report import columns, plan_text, size
+from kvfactory.report.tables import columns, plan_text, size
+from kvfactory.spec.layers import parse_layers
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ from kvfactory.backends.flashinfer import FlashInferBackend
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache
-from kvfactory.cacheplan import CachePlan, GroupPlan, TensorPlan
 from kvfactory.flashinfer_runtime.bind import bind
 from kvfactory.flashinfer_runtime.library import Library
-from kvfactory.graphs import Graph, GraphPlace, graph_shape
-from kvfactory.parts import Parts
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan, TensorPlan
 from kvfactory.pools import Pool
 from kvfactory.reference import Oracle
+from kvfactory.runtime.graphs import Graph, GraphPlace, graph_shape
+from kvfactory.runtime.parts import Parts
+from kvfactory.runtime.steps import Step, StepBuffers
 from kvfactory.spec import Spec
-from kvfactory.steps import Step, StepBuffers
 
 H200 = {"name": "h200", "type": "cuda", "sm": 90, "num_sms": 132}
 GROUP = {"kind": "full", "layers": "0-1", "q_heads": 8, "kv_heads": 2, "head_dim": 64}

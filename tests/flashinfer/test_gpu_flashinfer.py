@@ -16,7 +16,7 @@ from test_flashinfer_graphs import captured, replayed
 from kvfactory.errors import BuildError
 from kvfactory.flashinfer_runtime.choose import ModuleKey
 from kvfactory.flashinfer_runtime.library import Library, installed
-from kvfactory.steps import Step
+from kvfactory.runtime.steps import Step
 
 pytestmark = pytest.mark.gpu
 

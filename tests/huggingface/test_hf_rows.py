@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hf_rows import ROWS
 
-from kvfactory.layers import parse_layers
+from kvfactory.spec.layers import parse_layers
 
 Facts = set[tuple[Any, ...]]
 

@@ -22,7 +22,7 @@ from kvfactory.huggingface import (
     model_from_values,
 )
 from kvfactory.huggingface.groups import collect, full, gqa, layer_set
-from kvfactory.layers import parse_layers
+from kvfactory.spec.layers import parse_layers
 
 TEXT = {
     "model_type": "llama",

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from planner_support import CONF, read_yaml, spec_of
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import PlanError
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 
 STATE_BYTES = 2 * 8192 * 3 + 4 * 32 * 128 * 128  # a layer of Qwen3-Next: window and recurrent
 LAYERS, REQUESTS = 36, 4

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from planner_support import CONF, model_files, read_yaml, spec_of
 
-from kvfactory.cacheplan import CachePlan, TablePlan
 from kvfactory.kinds import ceil_div
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan, TablePlan
 from kvfactory.spec import Spec
 
 BUDGET = 80 * 2**30

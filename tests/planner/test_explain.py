@@ -10,10 +10,10 @@ from planner_support import CONF, read_yaml, spec_of
 
 from kvfactory.backends import BACKENDS
 from kvfactory.cli import main
-from kvfactory.explain import Explanation, explain
 from kvfactory.layouts import LAYOUTS
 from kvfactory.planner import plan
 from kvfactory.quant import SCHEMES
+from kvfactory.report.explanation import Explanation, explain
 from kvfactory.spec import Spec
 
 H200 = {"name": "h200", "type": "cuda", "sm": 90, "num_sms": 132}

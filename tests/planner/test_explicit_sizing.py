@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from planner_support import CONF, read_yaml, spec_of
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import PlanError, Problem
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.sizing import crowded_chunks
 
 H200 = {"name": "h200", "type": "cuda", "sm": 90, "num_sms": 132}

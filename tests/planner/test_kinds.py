@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from planner_support import CONF, read_yaml, spec_of
 
-from kvfactory.cacheplan import Attention, CachePlan, Select
 from kvfactory.errors import PlanError, Problem, SpecError
 from kvfactory.kinds import Lifetime
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 
 HEADS = {"q_heads": 4, "kv_heads": 2, "head_dim": 16}
 FULL = {"kind": "full", "layers": "0-1", **HEADS}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from planner_support import model_files, preset_files, read_yaml, spec_of
 
-from kvfactory.cacheplan import Attention, CachePlan, GroupPlan
 from kvfactory.errors import PlanError
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "models.json").read_text())["models"]
 MIMO = "MiMo-V2-Flash"  # the hub's window of 128 excludes the query: W = 129 here

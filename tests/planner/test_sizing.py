@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from planner_support import CONF, read_yaml, spec_of
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import PlanError
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 
 MODELS = ("qwen3", "gemma3_27b", "gpt_oss_120b", "deepseek_v3", "mimo_v2_flash", "llama4_scout")
 KV = {

@@ -11,9 +11,9 @@ import torch
 from pool_reference import POISON, Reference
 from torch import Tensor
 
-from kvfactory.cacheplan import CachePlan, GroupPlan
 from kvfactory.errors import KVFactoryError
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.pools import Pool, copies
 from kvfactory.spec import Spec
 

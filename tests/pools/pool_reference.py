@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfactory.cacheplan import GroupPlan, PlanePlan
+from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 from kvfactory.quant import resolve_codec
 from kvfactory.quant.numerics import torch_dtype
 

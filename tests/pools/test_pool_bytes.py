@@ -12,11 +12,11 @@ import torch
 from pool_cells import GEOMETRIES, INDEXES, STATES, Cell
 from pool_reference import Addresses, as_bytes
 
-from kvfactory.cacheplan import CachePlan, GroupPlan
 from kvfactory.errors import KVFactoryError
 from kvfactory.layouts import LAYOUTS
 from kvfactory.memory import MEMORIES
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.pools import Pool
 from kvfactory.spec import Spec
 

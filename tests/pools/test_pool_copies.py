@@ -10,10 +10,10 @@ import torch
 from pool_cells import GQA, INDEX, INDEXES, STATES, Cell
 from torch import Tensor
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import SpecError
 from kvfactory.layouts import LAYOUTS
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.pools import Manifest, Pool, copies
 from kvfactory.spec import Spec
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from pool_cells import GQA, Bench, Cell
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.pools import Pool
 from kvfactory.spec import Spec
 

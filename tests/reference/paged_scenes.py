@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvfactory.backends import AttendExtra
-from kvfactory.cacheplan import Attention, GroupPlan
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import Attention, GroupPlan
 from kvfactory.reference import Oracle
+from kvfactory.runtime.steps import Step, TableArrays
 from kvfactory.spec import Spec
-from kvfactory.steps import Step, TableArrays
 
 Visible = Callable[[int, int], bool]
 

@@ -9,9 +9,9 @@ import torch
 from paged_scenes import Store, make_step
 from torch import Tensor
 
-from kvfactory.cacheplan import GroupPlan
 from kvfactory.errors import BooksError
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.reference import Rule, Selector, choose, rule_of
 from kvfactory.spec import Spec
 

@@ -14,7 +14,7 @@ from kvfactory.cache import Cache
 from kvfactory.planner import plan
 from kvfactory.reference import Selector
 from kvfactory.spec import Spec
-from kvfactory.verify import (
+from kvfactory.verify.attention import (
     ErrorMeter,
     History,
     Verdict,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.replay import Load, Outcome, Simulation, Trace, load_of, spec_for
 from kvfactory.spec import Spec
 

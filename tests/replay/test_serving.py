@@ -12,9 +12,9 @@ from replay_support import run, small_spec, trace_of
 import kvfactory
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import OutOfPages
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.replay import load_of
 from kvfactory.sizing import crowded_chunks
 from kvfactory.spec import Spec

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfactory.backends.contract import BACKENDS, refusals
-from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, PlanePlan, Select, TablePlan
 from kvfactory.errors import KVFactoryError, Problem
 from kvfactory.kinds import KINDS, ceil_div
 from kvfactory.layouts import LAYOUTS
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import (
+    Attention,
+    CachePlan,
+    GroupPlan,
+    PlanePlan,
+    Select,
+    TablePlan,
+)
 from kvfactory.quant import SCHEMES
 from kvfactory.sizing import request_pages
 from kvfactory.spec import LayoutFamilies, Layouts, Plugin, Quants, Spec

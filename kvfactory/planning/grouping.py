@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvfactory.cacheplan import Annex, Attention, Recurrence, Select
 from kvfactory.errors import KVFactoryError, PlanError, Problem, did_you_mean
-from kvfactory.geometry import logical_tensors, work
 from kvfactory.kinds import KINDS, Lifetime
-from kvfactory.layers import parse_layers
+from kvfactory.planning.cacheplan import Annex, Attention, Recurrence, Select
+from kvfactory.planning.geometry import logical_tensors, work
+from kvfactory.planning.storage import Placed, Stored, arrange, choose_layout, store
 from kvfactory.spec import (
     AttentionGroup,
     GqaGroup,
@@ -24,7 +24,7 @@ from kvfactory.spec import (
     Quants,
     Spec,
 )
-from kvfactory.storage import Placed, Stored, arrange, choose_layout, store
+from kvfactory.spec.layers import parse_layers
 
 
 class TableKey(NamedTuple):

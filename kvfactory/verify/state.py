@@ -12,12 +12,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import CachePlan, GroupPlan
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.quant.numerics import torch_dtype
+from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup
 from kvfactory.states import LinearInputs, LinearLayer, StateViews
-from kvfactory.steps import Step
-from kvfactory.verify import ErrorMeter, Verdict, round_trip
+from kvfactory.verify.attention import ErrorMeter, Verdict, round_trip
 
 ROUNDING = 2e-3
 

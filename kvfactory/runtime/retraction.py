@@ -15,8 +15,8 @@ from kvfactory.books import Books, Segment
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.books.ids import Int64
 from kvfactory.errors import BooksError, Problem, SpecError
-from kvfactory.parts import Parts
 from kvfactory.pools import PageImage
+from kvfactory.runtime.parts import Parts
 from kvfactory.states import StateStore
 
 

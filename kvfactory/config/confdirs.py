@@ -44,7 +44,7 @@ def conf_dir() -> Path:
     Raises:
         SpecError: neither is there.
     """
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for found in (package / "conf", package.parent / "conf"):
         if (found / "config.yaml").is_file():
             return found

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvfactory.backends import AttentionRunner, SelectRunner
 from kvfactory.books import Books
-from kvfactory.cacheplan import CachePlan, GroupPlan
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.pools import Pool
-from kvfactory.steps import StepBuffers
+from kvfactory.runtime.steps import StepBuffers
 
 if TYPE_CHECKING:
     from kvfactory.kernels import ErrorWords

@@ -8,14 +8,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvfactory.backends import AttendExtra, AttentionRunner, SelectRunner
-from kvfactory.cacheplan import GroupPlan
-from kvfactory.entries import entry_slots
 from kvfactory.errors import BuildError, Problem, SpecError, did_you_mean
-from kvfactory.gate import Gate
-from kvfactory.parts import Parts
+from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Write
-from kvfactory.routing import Route, Router
-from kvfactory.steps import Step
+from kvfactory.runtime.entries import entry_slots
+from kvfactory.runtime.gate import Gate
+from kvfactory.runtime.parts import Parts
+from kvfactory.runtime.routing import Route, Router
+from kvfactory.runtime.steps import Step
 
 ATTENTION_ROWS = ("k", "v")
 INDEX_ROWS = ("index_k", "index_v")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvfactory.books import StepRecord
 from kvfactory.books.ids import Int64
-from kvfactory.cacheplan import GroupPlan
-from kvfactory.steps import Step
+from kvfactory.planning.cacheplan import GroupPlan
+from kvfactory.runtime.steps import Step
 
 
 def completing(record: StepRecord, tokens_per_entry: int) -> Int64:

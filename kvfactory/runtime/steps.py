@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvfactory.books import StepRecord
-from kvfactory.cacheplan import CachePlan, Field
+from kvfactory.planning.cacheplan import CachePlan, Field
 
 
 @dataclass(frozen=True)

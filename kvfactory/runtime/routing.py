@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, Recurrence, Select
 from kvfactory.errors import Problem, SpecError
+from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan, Recurrence, Select
 
 
 @dataclass(frozen=True)

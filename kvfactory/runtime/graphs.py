@@ -13,10 +13,10 @@ import torch
 
 from kvfactory.backends import AttentionRunner
 from kvfactory.books import StepRecord
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import Problem, SpecError
-from kvfactory.padding import blank_record, padded
-from kvfactory.steps import GraphShape, Step, StepBuffers
+from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.runtime.padding import blank_record, padded
+from kvfactory.runtime.steps import GraphShape, Step, StepBuffers
 
 Work = Callable[[], Any]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvfactory.errors import KVFactoryError, PlanError, Problem
-from kvfactory.layers import parse_layers
 from kvfactory.spec import DraftModel, Group, IndexGroup, LayerSet, Model, Recipe, Spec
+from kvfactory.spec.layers import parse_layers
 
 PREFIX = "draft_"
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import Attention, CachePlan, GroupPlan, Select, TensorPlan
+from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan, Select, TensorPlan
 from kvfactory.quant import resolve_codec
 from kvfactory.quant.numerics import torch_dtype
 from kvfactory.reference import dense_attention, visible_keys
-from kvfactory.steps import Step
+from kvfactory.runtime.steps import Step
 
 SAMPLE_ROWS = 2048
 

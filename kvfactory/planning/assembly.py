@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvfactory.cacheplan import (
+from kvfactory.dtypes import itemsize
+from kvfactory.kinds import align_up
+from kvfactory.layouts import Placement, place
+from kvfactory.planning.cacheplan import (
     ConstantPlan,
     Field,
     GroupPlan,
@@ -20,11 +23,8 @@ from kvfactory.cacheplan import (
     TablePlan,
     TensorPlan,
 )
-from kvfactory.dtypes import itemsize
-from kvfactory.grouping import Draft, TableKey
-from kvfactory.kinds import align_up
-from kvfactory.layouts import Placement, place
-from kvfactory.storage import plane_key
+from kvfactory.planning.grouping import Draft, TableKey
+from kvfactory.planning.storage import plane_key
 
 REGION_ALIGN_BYTES = 256
 

@@ -1,7 +1,8 @@
 """Constants of a cache: static scales, global scales and centers, per layer and tensor.
 
 They come from observed keys and values (``calibrate``), from a file (``Constants.load``) or from a
-checkpoint (``kvfactory.checkpoint``), and are written into the tables beside the pool at build.
+checkpoint (``kvfactory.calibration.checkpoint``), and are written into the tables beside the pool
+at build.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _read(path: Path) -> dict[str, NDArray[np.float32]]:
     from safetensors import safe_open
 
     if not is_ours(path):
-        fix = "kvfactory.checkpoint.from_checkpoint reads those of models"
+        fix = "kvfactory.calibration.checkpoint.from_checkpoint reads those of models"
         raise SpecError(Problem(str(path), "another safetensors file", FORMAT, fix))
     with safe_open(path, framework="numpy") as file:
         return {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}

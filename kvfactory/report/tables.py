@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from io import StringIO
 
-from kvfactory.cacheplan import CachePlan, GroupPlan, PlanePlan, StatePlan, TablePlan
 from kvfactory.layouts import LAYOUTS
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan, PlanePlan, StatePlan, TablePlan
 
 _RIGHT = frozenset("0123456789")
 

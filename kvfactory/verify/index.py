@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import CachePlan, GroupPlan, Select
-from kvfactory.steps import Step
-from kvfactory.verify import Constants, Inputs, Verdict, Workload, new_entries, round_trip
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan, Select
+from kvfactory.runtime.steps import Step
+from kvfactory.verify.attention import Constants, Inputs, Verdict, Workload, new_entries, round_trip
 
 ROUNDING = 1e-5
 

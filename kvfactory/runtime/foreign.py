@@ -16,8 +16,8 @@ from kvfactory.books import Books, StepRecord
 from kvfactory.books.ids import Int64, int64, ranges
 from kvfactory.books.step import StateStep, TableStep
 from kvfactory.books.table import NO_COPIES
-from kvfactory.cacheplan import CachePlan, StatePlan, TablePlan
 from kvfactory.errors import BooksError, Problem, SpecError
+from kvfactory.planning.cacheplan import CachePlan, StatePlan, TablePlan
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 """Integers on the host: a list, or an array [batch] or [batch, pages]."""

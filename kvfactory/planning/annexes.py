@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvfactory.cacheplan import Annex, Limits
 from kvfactory.errors import Problem
-from kvfactory.geometry import Heads, heads_of, logical_tensors
-from kvfactory.grouping import Draft, Findings, TableKey
 from kvfactory.kinds import Lifetime
+from kvfactory.planning.cacheplan import Annex, Limits
+from kvfactory.planning.geometry import Heads, heads_of, logical_tensors
+from kvfactory.planning.grouping import Draft, Findings, TableKey
+from kvfactory.planning.storage import DEFAULT_QUANT, arrange, choose_layout, store
 from kvfactory.quant import Logical
 from kvfactory.spec import Engine, LinearGroup, Plugin, Quants, Spec
-from kvfactory.storage import DEFAULT_QUANT, arrange, choose_layout, store
 
 ROWS = TableKey(Lifetime("row"), 0)
 CHECKPOINTS = TableKey(Lifetime("checkpoint"), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvfactory.cacheplan import Attention, Recurrence, Select
+from kvfactory.planning.cacheplan import Attention, Recurrence, Select
 from kvfactory.quant.codec import Logical
 from kvfactory.spec import GqaGroup, Group, IndexGroup, LinearGroup, MlaGroup
 

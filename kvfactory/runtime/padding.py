@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from kvfactory.books import StepRecord
 from kvfactory.books.ids import SINK
 from kvfactory.books.step import StateStep, TableStep
-from kvfactory.cacheplan import CachePlan
 from kvfactory.errors import Problem, SpecError
-from kvfactory.steps import GraphShape
+from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.runtime.steps import GraphShape
 
 Number = TypeVar("Number", bound=np.generic)
 

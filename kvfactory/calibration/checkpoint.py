@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfactory.calibration import Constants, Key, is_ours
+from kvfactory.calibration.constants import Constants, Key, is_ours
 from kvfactory.errors import Problem, SpecError
 from kvfactory.quant import Constant
 

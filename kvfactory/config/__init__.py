@@ -1,0 +1,1 @@
+"""Where a configuration comes from: folders of YAML, overrides, the device at hand."""

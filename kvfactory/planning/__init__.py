@@ -1,0 +1,1 @@
+"""From a specification to a plan: groups, planes, tables, bytes. Never imports torch."""

@@ -1,0 +1,1 @@
+"""What people read: tables of a plan, reasons of a choice, progress."""

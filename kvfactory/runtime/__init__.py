@@ -1,0 +1,1 @@
+"""What a cache does between open and close: steps, layers, graphs, retraction."""

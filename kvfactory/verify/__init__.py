@@ -1,0 +1,1 @@
+"""A run against its reference: attention, sparse index, state."""
