@@ -89,14 +89,19 @@ def _load_vectors(start, live, TENSOR: tl.constexpr, NTH: tl.constexpr, OF: tl.c
     block = tl.arange(0, WIDTH // (OF * V)) * (OF * V) + NTH * V
     inner = block[:, None] + tl.arange(0, V)[None, :]
     mask = live[:, None, None] & (inner < get(TENSOR, "extent"))[None, :, :]
-    return tl.load(start[:, None, None] + inner[None, :, :], mask=mask, other=0.0)
+    spots = start[:, None, None] + inner[None, :, :]
+    if WIDTH == get(TENSOR, "extent"):
+        return tl.load(spots, mask=mask).to(tl.float32)
+    else:
+        return tl.load(spots, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_rows(start, live, TENSOR: tl.constexpr, VECTORS: tl.constexpr):
     """The rows [R, P] at ``start`` [R]; a thread gets VECTORS neighbouring vectors of a row.
 
-    Then it owns whole groups of a format and stores 16 encoded bytes, without an exchange.
+    Then it owns whole groups of a format and stores 16 encoded bytes, without an exchange. They
+    become float32 here, since halves of registers are awkward to rearrange.
     """
     R: tl.constexpr = live.shape[0]
     WIDTH: tl.constexpr = get(TENSOR, "width")
@@ -104,7 +109,10 @@ def _load_rows(start, live, TENSOR: tl.constexpr, VECTORS: tl.constexpr):
         inner = tl.arange(0, WIDTH)
         mask = live[:, None] & (inner < get(TENSOR, "extent"))[None, :]
         spots = start[:, None] + (inner * get(TENSOR, "along"))[None, :]
-        return tl.load(spots, mask=mask, other=0.0)
+        if WIDTH == get(TENSOR, "extent"):
+            return tl.load(spots, mask=mask)  # rows that are not live are not stored either
+        else:
+            return tl.load(spots, mask=mask, other=0.0)
     else:
         a = _load_vectors(start, live, TENSOR, 0, VECTORS)
         b = _load_vectors(start, live, TENSOR, 1, VECTORS)

@@ -96,7 +96,7 @@ class StaticFp8:
 
     def device(self, tensor: Logical) -> DeviceCodec:
         """The functions of static scales, told the element type."""
-        return DeviceCodec(*_static_triton(), (self.dtype == E4M3,))
+        return DeviceCodec(*_static_triton(), (self.dtype == E4M3, self.per_head))
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class TileFp8:
 
 @cache
 def _static_triton() -> tuple[Any, Any]:
-    """encode and decode; the option is whether elements are E4M3."""
+    """encode and decode; options: whether elements are E4M3, whether each head has a scale."""
     global tl, device
     import triton
     import triton.language as tl
@@ -199,11 +199,12 @@ def _static_triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        x, scale = device.load(x), constants[0]
-        if options[0]:
-            data = device.to_e4m3(device.coded(x, scale, 448.0))
+        high: tl.constexpr = 448.0 if options[0] else 57344.0
+        if options[1]:
+            codes = device.coded(x.to(tl.float32), constants[0], high)
         else:
-            data = device.to_e5m2(device.coded(x, scale, 57344.0))
+            codes = device.coded_by_one(x.to(tl.float32), constants[0], high)
+        data = device.to_e4m3(codes) if options[0] else device.to_e5m2(codes)
         return (data,)
 
     @triton.jit
@@ -251,7 +252,7 @@ def _tile_triton() -> tuple[Any, Any]:
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         tiles = device.grouped(x.to(tl.float32), 128)
-        amax = device.at_least(device.amax(tiles, 2), 1e-4)
+        amax = device.no_less(device.amax(tiles, 2), 1e-4)
         scale = device.divide_by_small(amax, 448.0)
         data = device.to_e4m3(device.coded(tiles, scale[:, :, None], 448.0))
         return device.flat(data), scale

@@ -111,8 +111,8 @@ def _triton() -> tuple[Any, Any]:
         most = tl.minimum((65504.0 - begin) * factor, unit * 15.0)
         most = tl.where(fine, most, 0.0)[:, :, None]
         steps = (groups - begin[:, :, None]) * factor[:, :, None]
-        steps = device.at_most(tl.maximum(steps, 0.0), most)
-        steps = device.quotient_unsigned(steps, unit[:, :, None], inverse[:, :, None])
+        steps = device.at_most(device.at_least(steps, 0.0), most)
+        steps = device.quotient(steps, unit[:, :, None], inverse[:, :, None])
         nan = tl.full(low.shape, float("nan"), tl.float16)
         data = fourbit.pack(device.flat(device.rint_bits(steps)))
         return data, tl.where(fine, scale, nan), tl.where(fine, zero, nan)

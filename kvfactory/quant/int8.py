@@ -153,10 +153,8 @@ def _row_triton() -> tuple[Any, Any]:
     def encode(x, constants, options: tl.constexpr):
         x = x.to(tl.float32)
         scale = device.nonzero(device.divide_by_small(device.amax(x, 1), 127.0))[:, None]
-        # A scale of NaN, and nothing else, makes codes NaN: they are 0. An odd divisor leaves no
-        # tie among subnormal quotients, so the short division is exact there too.
-        kept = tl.where(scale == scale, 255, 0)
-        codes = device.rint_bits(device.coded_integer(x, scale, 127.0)) & kept
+        # An odd divisor leaves no tie among subnormal quotients: the short division is exact there.
+        codes = device.rint_bits(device.coded_integer(x, scale, 127.0))
         return codes.to(tl.int8), scale
 
     @triton.jit
@@ -178,7 +176,7 @@ def _state_triton() -> tuple[Any, Any, Mapping[str, Any]]:
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         x = device.load(x)
-        scale = device.divide_by(device.at_least(device.amax(x, 1), 1e-8), 127.0)
+        scale = device.divide_by(device.no_less(device.amax(x, 1), 1e-8), 127.0)
         scale = device.cast(scale, options[0])[:, None]
         return device.to_int8(tl.div_rn(x, scale.to(tl.float32))), scale
 

@@ -136,7 +136,7 @@ def _triton() -> tuple[Any, Any]:
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         blocks = device.grouped(x.to(tl.float32), 32)
-        amax = device.at_least(device.amax(blocks, 2), 1e-30)
+        amax = device.no_less(device.amax(blocks, 2), 1e-30)
         if options[0]:
             scale = device.exponent_over(amax, 6)
             fine = (amax == amax)[:, :, None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import CachePlan
 from kvfactory.kernels.index import IndexBuild, reference_index
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.spec import Spec
 
 ATTENTION = {"q_heads": 2, "kv_heads": 1, "head_dim": 16}

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfactory.cacheplan import CachePlan, GroupPlan
 from kvfactory.errors import BooksError
 from kvfactory.kernels import ErrorWords, TritonOps, kernel_ops
 from kvfactory.planner import plan
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.pools import Keep, TorchOps, group_views
 from kvfactory.pools.constants import assign, fill_defaults
 from kvfactory.spec import Spec

@@ -25,7 +25,9 @@ from kernel_cells import (
 )
 
 from kvfactory.errors import KVFactoryError
+from kvfactory.kernels import ErrorWords, kernel_ops
 from kvfactory.layouts import LAYOUTS
+from kvfactory.pools import Keep, group_views
 from kvfactory.quant import SCHEMES
 
 HERE = Path(__file__).parent
@@ -105,3 +107,96 @@ def test_foreign_ids() -> None:
 def test_index() -> None:
     check_index("cuda")
     check_large_index("cuda")
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("number", range(4))
+def test_short_divisions_are_correctly_rounded(number: int) -> None:
+    """Every divisor of a binade, and pairs whose quotients come close to a tie."""
+    from division import pairs, quotients
+
+    torch.manual_seed(number)
+    for _ in range(8):
+        x, scale = pairs(number, 2**23)
+        signed, unsigned, wanted = quotients(torch.cat([x, -x]), torch.cat([scale, scale]))
+        assert torch.equal(signed, wanted)
+        assert torch.equal(unsigned, wanted)
+    zeros = torch.tensor([0.0, -0.0], device="cuda")
+    signed, _, _ = quotients(zeros, torch.ones_like(zeros))
+    assert signed.signbit().tolist() == [False, True]
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_replayed_with_other_slots_and_counts() -> None:
+    """A graph reads ids, counts and rows when it runs, not when it was captured."""
+    made = gpu_bench(Cell("dim128", ("fp8_e4m3", "int4_g32"), "hnd"))
+    slots, counts = made.there(made.slots[:6]), made.there(torch.tensor([2, 1, 0]).int())
+    rows = {name: made.there(x) for name, x in made.rows(6).items()}
+    sources = made.there(made.slots[6:12])
+
+    def run() -> None:
+        made.got.write(1, slots, rows, Keep(counts=counts, width=2))
+        made.got.move(sources, slots, None)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    made = replace_bytes(made)
+    for _ in range(3):
+        order, given = torch.randperm(12), made.rows(6)
+        kept = torch.randint(0, 3, (3,), dtype=torch.int32)
+        slots.copy_(made.slots[order[:6]])
+        sources.copy_(made.slots[order[6:]])
+        counts.copy_(kept)
+        for name, x in given.items():
+            rows[name].copy_(x)
+        graph.replay()
+        made.want.write(1, made.slots[order[:6]], given, Keep(counts=kept, width=2))
+        made.want.move(made.slots[order[6:]], made.slots[order[:6]], None)
+        made.check("replay")
+
+
+def replace_bytes(made: Bench) -> Bench:
+    """The kernels' bytes back to those of the host."""
+    torch.cuda.synchronize()
+    made.got_views.arena.copy_(made.want_views.arena)
+    return made
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "page_major", "record"])
+def test_beyond_two_to_the_31(layout: str) -> None:
+    """Offsets above 2^31 bytes and elements: the last pages of a pool of 20 GiB, and its first."""
+    laid = Cell("dim128", "plain", layout).plan(requests=1, tokens=10 * 2**20)
+    group = laid.groups[0]
+    arena = torch.zeros(laid.bytes, dtype=torch.uint8, device="cuda")
+    assert arena.numel() > 2**33
+    views = group_views(group, arena)
+    ops = kernel_ops(ErrorWords([group.table], arena.device))(views)
+    last = views.num_slots
+    slots = torch.tensor([last - 1, last - 17, last // 2 + 5, 20], device="cuda")
+    shape = (4, 2, 128)
+    rows = {n: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for n in ("k", "v")}
+    ops.write(1, slots, rows, None)
+    for name, x in rows.items():
+        pages, offsets = slots // 16, slots % 16
+        assert torch.equal(views.planes[name][1][pages, offsets], x)
+        assert torch.equal(ops.read(1, slots, [name], torch.bfloat16)[name], x)
+    pages = torch.tensor([views.num_pages - 1, 1], device="cuda")
+    ops.move_pages(pages.flip(0).contiguous(), pages, False)
+    offset = int(slots[0]) % 16
+    assert torch.equal(views.planes["k"][1, 1, offset], rows["k"][0])
+    image = torch.empty(2, views.image_bytes, dtype=torch.uint8, device="cuda")
+    ops.pack(pages, image)
+    ops.zero(pages, None)
+    assert not views.planes["k"][:, pages].any()
+    ops.unpack(pages, image)
+    ops.move(slots[1:2], torch.tensor([16 + offset], device="cuda"), None, True)
+    assert torch.equal(views.planes["v"][1, last // 16 - 2, 15], rows["v"][0])

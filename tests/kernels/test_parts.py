@@ -9,11 +9,11 @@ import pytest
 from kernel_cells import GEOMETRIES, INDEXES, STATES, Cell
 from numpy.typing import NDArray
 
-from kvfactory.cacheplan import GroupPlan
 from kvfactory.errors import KVFactoryError
 from kvfactory.kernels.baked import AxisSteps, Part
 from kvfactory.kernels.parts import byte_parts, plane_parts
 from kvfactory.layouts import LAYOUTS
+from kvfactory.planning.cacheplan import GroupPlan
 
 QUANTS = ("plain", "int8_token_head", "int4_g32", "nvfp4")
 

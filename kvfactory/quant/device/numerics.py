@@ -14,6 +14,7 @@ import triton.language as tl
 
 FLOAT32_NAN = tl.constexpr(0x7FC00000)
 SIGN_OFF = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-0x80000000)
 LIMIT = tl.constexpr(3.3895e38)
 RINT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low bits
 
@@ -111,10 +112,10 @@ def extremes(x, axis: tl.constexpr):
 #
 # A correctly rounded division costs a dozen instructions and a branch. Where many elements share
 # a divisor s, its share of the work is done once: with f a power of two, s' = s f in [1, 2) and r
-# the correctly rounded 1 / s', two Newton corrections by fused multiply-adds turn y r (y = x f)
-# into the correctly rounded y / s' = x / s (Markstein, "Computation of elementary functions on the
-# IBM RISC System/6000", 1990). The signs in the corrections keep -0. Nothing overflows, as callers
-# clamp y; quotients too small to be corrected exactly are below every code's smallest step.
+# the correctly rounded 1 / s', a fused estimate from r and its own error is within an ulp of y / s'
+# (y = x f), and one fused correction makes it the correctly rounded x / s (Markstein, "Computation
+# of elementary functions on the IBM RISC System/6000", 1990). Nothing overflows, as callers clamp
+# y; quotients too small to be corrected exactly are below every code's smallest step.
 
 
 @triton.jit
@@ -129,29 +130,16 @@ def divisor(scale):
         inverse = 1.0 / unit
         inverse = tl.fma(-tl.fma(inverse, unit, -1.0), inverse, inverse)
         inverse = tl.fma(-tl.fma(inverse, unit, -1.0), inverse, inverse)
+        # They miss one mantissa, that of all ones, whose reciprocal is just above a power of two.
+        power = floats(((253 - (bits(unit) >> 23)) << 23) + 1)
+        inverse = tl.where((bits(unit) & 0x7FFFFF) == 0x7FFFFF, power, inverse)
     return factor, unit, inverse
 
 
 @triton.jit
 def quotient(y, unit, inverse):
-    """``y / unit``, correctly rounded; ``y`` is x times the divisor's factor, clamped."""
+    """``y / unit``, correctly rounded but for the sign of 0; ``y``: x times the factor, clamped."""
     if INTERPRETED:  # whose fused operations round twice
-        return tl.div_rn(y, unit)
-    else:
-        unit = tl.broadcast_to(unit, y.shape)
-        inverse = tl.broadcast_to(inverse, y.shape)
-        q = y * inverse
-        q = tl.fma(-tl.fma(q, unit, -y), inverse, q)
-        return tl.fma(-tl.fma(q, unit, -y), inverse, q)
-
-
-@triton.jit
-def quotient_unsigned(y, unit, inverse):
-    """``quotient`` of ``y`` whose zeros need no sign, with one operation less.
-
-    The first estimate comes from the reciprocal in two parts, which is as good as one correction.
-    """
-    if INTERPRETED:
         return tl.div_rn(y, unit)
     else:
         rest = -tl.fma(inverse, unit, -1.0) * inverse
@@ -162,13 +150,35 @@ def quotient_unsigned(y, unit, inverse):
 
 
 @triton.jit
+def signed(size, x):
+    """``size`` >= 0 with the sign of ``x``."""
+    return floats(bits(size) | (bits(x) & SIGN))
+
+
+@triton.jit
 def coded(x, scale, high: tl.constexpr):
-    """``x / scale`` clamped to +-high, correctly rounded within; ``scale`` positive; NaN stays."""
+    """``x / scale`` clamped to +-high, correctly rounded; -0 and NaN stay.
+
+    ``x`` counts as clamped to +-LIMIT; ``scale`` is positive.
+    """
     factor, unit, inverse = divisor(scale)
-    bound = unit * high
-    y = tl.maximum(x * factor, -bound, propagate_nan=tl.PropagateNan.ALL)
-    y = tl.minimum(y, bound, propagate_nan=tl.PropagateNan.ALL)
-    return quotient(y, unit, inverse)
+    bound = tl.minimum(unit * high, LIMIT * factor, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(tl.abs(x) * factor, bound, propagate_nan=tl.PropagateNan.ALL)
+    return signed(quotient(y, unit, inverse), x)
+
+
+@triton.jit
+def coded_by_one(x, scale, high: tl.constexpr):
+    """``coded`` for one ``scale`` (a scalar) of all, for a cast that saturates at +-high.
+
+    Dividing by a power of two is exact, and no clamp of the input shows below the cast's.
+    """
+    factor, unit, _ = divisor(scale)
+    if (unit == 1.0) & (LIMIT * factor >= high):
+        found = x * factor
+    else:
+        found = coded(x, scale, high)
+    return found
 
 
 @triton.jit
@@ -176,16 +186,15 @@ def coded_size(x, scale, keep, high: tl.constexpr):
     """``abs(x) / scale`` clamped to high, correctly rounded; 0 where ``keep`` is false."""
     factor, unit, inverse = divisor(tl.where(keep, scale, 1.0))
     y = at_most(tl.abs(x) * factor, tl.where(keep, unit * high, 0.0))
-    return quotient_unsigned(y, unit, inverse)
+    return quotient(y, unit, inverse)
 
 
 @triton.jit
 def coded_integer(x, scale, high: tl.constexpr):
-    """``coded`` for codes without a negative zero; something for NaN."""
-    factor, unit, inverse = divisor(scale)
-    bound = unit * high
-    y = tl.minimum(tl.maximum(x * factor, -bound), bound)
-    return quotient_unsigned(y, unit, inverse)
+    """``coded`` for codes without a negative zero; 0 where ``scale`` is NaN."""
+    factor, unit, inverse = divisor(nonnan(scale))
+    bound = tl.where(scale == scale, unit * high, 0.0)
+    return quotient(at_most(at_least(x * factor, -bound), bound), unit, inverse)
 
 
 @triton.jit
@@ -195,6 +204,15 @@ def at_most(x, high):
         return tl.where(x < high, x, high)
     else:
         return tl.minimum(x, high)
+
+
+@triton.jit
+def at_least(x, low):
+    """max(x, low); ``low`` for NaN."""
+    if INTERPRETED:
+        return tl.where(x > low, x, low)
+    else:
+        return tl.maximum(x, low)
 
 
 @triton.jit
@@ -217,6 +235,18 @@ def divide_by_small(x, by: tl.constexpr):
 def nonzero(scale):
     """``scale`` with 1 for 0."""
     return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def nonnan(scale):
+    """``scale`` with 1 for NaN."""
+    return tl.where(scale == scale, scale, 1.0)
+
+
+@triton.jit
+def no_less(x, low: tl.constexpr):
+    """max(x, low); NaN stays."""
+    return tl.where(x < low, low, x)
 
 
 @triton.jit
@@ -357,12 +387,6 @@ def inverse_power(code):
     NaN for 255.
     """
     return floats(tl.where(code == 255, FLOAT32_NAN, (254 - code) << 23))
-
-
-@triton.jit
-def at_least(x, low: tl.constexpr):
-    """max(x, low) for float32 ``x`` >= 0 or NaN, and low > 0; NaN stays."""
-    return tl.where(x < low, low, x)
 
 
 @triton.jit
