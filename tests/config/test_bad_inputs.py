@@ -25,7 +25,7 @@ CASES = [
     Bad("model=qwen33", "model", "'qwen33'", "qwen3_8b", "model=qwen3"),
     Bad("memory=pined", "memory", "'pined'", "pinned", "memory=pinned"),
     Bad("device=h201", "device", "'h201'", "h200", "device=h20"),
-    Bad("backend=tritn", "backend", "'tritn'", "triton", "backend=triton"),
+    Bad("backend=flashinfr", "backend", "'flashinfr'", "flashinfer", "backend=flashinfer"),
     Bad("workload=chatt", "workload", "'chatt'", "chat", "workload=chat"),
     Bad("experiment=gird", "experiment", "'gird'", "grid", "experiment=grid"),
     Bad("kv=null", "kv", "'null'", "bf16_nhd"),
