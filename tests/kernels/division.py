@@ -12,7 +12,7 @@ from kvfactory.quant.device import numerics
 
 @triton.jit
 def divide(x_ptr, s_ptr, out_ptr, n, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """[3, n] quotients: signed, unsigned, and the hardware's; FORM 0, 1, 2."""
+    """[2, n] quotients: the codecs' (FORM 0), the hardware's (FORM 1)."""
     spot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = spot < n
     x = tl.load(x_ptr + spot, mask=inside, other=1.0)
@@ -20,17 +20,15 @@ def divide(x_ptr, s_ptr, out_ptr, n, FORM: tl.constexpr, BLOCK: tl.constexpr):
     factor, unit, inverse = numerics.divisor(scale)
     if FORM == 0:
         found = numerics.quotient(x * factor, unit, inverse)
-    elif FORM == 1:
-        found = numerics.quotient_unsigned(x * factor, unit, inverse)
     else:
         found = tl.div_rn(x, scale)
     tl.store(out_ptr + spot, found, mask=inside)
 
 
 def quotients(x: Tensor, scale: Tensor) -> Tensor:
-    """float32 [3, n] of float32 ``x`` and ``scale`` [n] on a GPU."""
-    out = torch.empty(3, len(x), device=x.device)
-    for form in range(3):
+    """float32 [2, n] of float32 ``x`` and ``scale`` [n] on a GPU."""
+    out = torch.empty(2, len(x), device=x.device)
+    for form in range(2):
         grid = (triton.cdiv(len(x), 1024),)
         divide[grid](x, scale, out[form], len(x), form, 1024, enable_fp_fusion=False)
     return out

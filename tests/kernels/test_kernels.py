@@ -119,12 +119,8 @@ def test_short_divisions_are_correctly_rounded(number: int) -> None:
     torch.manual_seed(number)
     for _ in range(8):
         x, scale = pairs(number, 2**23)
-        signed, unsigned, wanted = quotients(torch.cat([x, -x]), torch.cat([scale, scale]))
-        assert torch.equal(signed, wanted)
-        assert torch.equal(unsigned, wanted)
-    zeros = torch.tensor([0.0, -0.0], device="cuda")
-    signed, _, _ = quotients(zeros, torch.ones_like(zeros))
-    assert signed.signbit().tolist() == [False, True]
+        found, wanted = quotients(torch.cat([x, -x]), torch.cat([scale, scale]))
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.gpu
