@@ -16,10 +16,11 @@ from kvfactory.backends import AttendExtra, AttentionRunner
 from kvfactory.books import Accepted, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.planning.cacheplan import GroupPlan
-from kvfactory.pools import Pool
+from kvfactory.pools import Pool, Region
 from kvfactory.runtime.foreign import ForeignBatch, Ids, foreign_record, refreshed
 from kvfactory.runtime.gate import Gate
 from kvfactory.runtime.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
+from kvfactory.runtime.handover import receive, regions
 from kvfactory.runtime.layerwork import LayerWork
 from kvfactory.runtime.parts import Parts
 from kvfactory.runtime.retraction import CacheImage, load, offload
@@ -97,6 +98,33 @@ class Cache:
             SpecError: an image of a cache with other groups, formats, page sizes or constants.
         """
         return load(self._parts, self.states, image)
+
+    def regions(
+        self, sequence: SequenceId, share: tuple[int, int] | None = None
+    ) -> Mapping[str, tuple[Region, ...]]:
+        """Where everything that ``sequence`` keeps lies, by group: what a transfer sends, or fills.
+
+        Copied in order to the regions of as long a sequence that another cache received, they
+        reproduce every byte, if the pools' manifests agree (``pool(layer)[0].manifest()``). Rings
+        are folded into their states before. ``share`` (part, parts): of unequal tensor-parallel
+        sizes, that part of the heads and channels; (0, 1) on the side that has fewer of them.
+
+        Raises:
+            BooksError: a stale handle or a step in flight.
+            SpecError: heads that cannot be shared so.
+        """
+        return regions(self._parts, self.states, sequence, share)
+
+    def receive(self, tokens: int, cross_tokens: int = 0) -> SequenceId:
+        """A sequence of ``tokens`` whose contents a transfer brings to its ``regions``.
+
+        Its replay rings are empty. It may be extended at once behind a ``gate``.
+
+        Raises:
+            OutOfPages: too few pages, slots or rows; nothing was taken.
+            BooksError: more tokens than a sequence may have.
+        """
+        return receive(self._parts, self.states, tokens, cross_tokens)
 
     def reset(self) -> None:
         """Forget all sequences and segments; generations go on, so old handles stay invalid."""
@@ -182,13 +210,15 @@ class Cache:
         tree the accepted path of node indices per sequence; its rows move to the front.
 
         Raises:
-            BooksError: a step that is not the oldest open one, impossible counts, or, of an
-                earlier step, ids outside a pool that kernels met; nothing was written for those.
+            BooksError: a step that is not the oldest open one, impossible counts, tokens that
+                recurrent states cannot forget, or, of an earlier step, ids outside a pool that
+                kernels met; nothing was written for those.
         """
         if self._parts.errors is not None:
             self._parts.errors.check()
         if isinstance(accepted, Tensor):
             accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
+        self.states.check(step.host, accepted)
         done = self.books.commit(step.host, accepted)
         self.states.commit(step, done, accepted)
         for group, pool in self._parts.stored():
@@ -300,7 +330,7 @@ class Cache:
     def gate(self, layers: Sequence[int] | None = None) -> Gate:
         """A closed gate before ``layers`` (None: all), for a load that arrives layer by layer.
 
-        ``attend`` and ``select`` of a layer wait until ``gate.open(layer)``.
+        ``attend``, ``select`` and ``state`` of a layer wait until ``gate.open(layer)``.
         """
         return self._work.gate(None if layers is None else tuple(layers))
 
@@ -311,6 +341,7 @@ class Cache:
             SpecError: a layer of no or several recurrent groups.
         """
         route = self._work.router.recurrence(layer, group)
+        self._work.pass_gates(route)
         return self.states.views(route.group, route.index, step)
 
     # ---- lower doors -------------------------------------------------------------------------

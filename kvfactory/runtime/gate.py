@@ -14,8 +14,8 @@ class Gate:
     """Layers that open one by one, as a load from elsewhere completes; made by ``Cache.gate``.
 
     The loader calls ``open(layer)`` behind the last write of that layer, in its own stream and
-    thread; ``attend`` and ``select`` wait for the layer whose cache they read: on a GPU their
-    stream for the loader's, the host only until the loader has come that far.
+    thread; ``attend``, ``select`` and ``state`` wait for the layer whose cache they read: on a GPU
+    their stream for the loader's, the host only until the loader has come that far.
     """
 
     def __init__(self, layers: Iterable[int], device: torch.device) -> None:

@@ -92,7 +92,7 @@ class LayerWork:
     def select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> Tensor:
         """Selection over the index keys of ``route``."""
         runner = self.selector(route.group)
-        self._pass_gates(route)
+        self.pass_gates(route)
         return runner.select(route.index, q, step, weights)
 
     def attend(
@@ -105,7 +105,7 @@ class LayerWork:
     ) -> Tensor:
         """Attention over what ``route`` holds; ``new`` are K and V as they came."""
         runner = self.runner(route.group)
-        self._pass_gates(route)
+        self.pass_gates(route)
         if runner.takes_new:
             extra = replace(extra, new_k=new[0], new_v=new[1])
         return runner.attend(route.index, q, step, extra)
@@ -130,7 +130,8 @@ class LayerWork:
             raise BuildError(_nothing_stored(group, "select from"))
         return self._parts.selectors[group.name]
 
-    def _pass_gates(self, route: Route) -> None:
+    def pass_gates(self, route: Route) -> None:
+        """Wait, in the order of the current stream, for what is still being loaded."""
         for gate in self._gates:
             gate.wait(route.group.layers[route.index])
         if self._gates:

@@ -61,7 +61,7 @@ def offload(parts: Parts, sequences: Sequence[SequenceId]) -> CacheImage:
     ]
     if wrong:
         raise BooksError(*wrong)
-    ids = _ids(views)
+    ids = page_ids(views)
     pages = {g.name: pool.offload(ids[g.table]) for g, pool in parts.stored() if g.table in ids}
     parts.books.close(sequences)
     return CacheImage(tuple(SequenceShape(v.stop, v.cross_tokens) for v in views), pages)
@@ -80,9 +80,9 @@ def load(parts: Parts, states: StateStore, image: CacheImage) -> list[SequenceId
     segments: list[Segment] = []
     try:
         for shape in image.sequences:
-            opened.append(_open(books, shape, segments))
+            opened.append(open_empty(books, shape, segments))
         states.copy_due()
-        ids = _ids(segments)
+        ids = page_ids(segments)
         for group, pool in parts.stored():
             if group.name in image.pages:
                 pool.load(image.pages[group.name], ids[group.table])
@@ -95,8 +95,11 @@ def load(parts: Parts, states: StateStore, image: CacheImage) -> list[SequenceId
     return opened
 
 
-def _open(books: Books, shape: SequenceShape, segments: list[Segment]) -> SequenceId:
-    """A sequence of ``shape`` whose contents are to be filled in, all taken or nothing."""
+def open_empty(books: Books, shape: SequenceShape, segments: list[Segment]) -> SequenceId:
+    """A sequence of ``shape`` whose contents are to be filled in, all taken or nothing.
+
+    What it owns is appended to ``segments``, unless it has no tokens.
+    """
     if not shape.tokens:
         return books.open(1)[0]
     segment = books.reserve(shape.tokens, shape.cross_tokens)
@@ -109,7 +112,7 @@ def _open(books: Books, shape: SequenceShape, segments: list[Segment]) -> Sequen
     return sequence
 
 
-def _ids(views: Sequence[Segment]) -> dict[str, Int64]:
+def page_ids(views: Sequence[Segment]) -> dict[str, Int64]:
     """Page ids, or state slots, of all sequences by table, those without tokens left out."""
     filled = [view for view in views if view.stop]
     if not filled:

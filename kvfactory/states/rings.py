@@ -27,6 +27,8 @@ from kvfactory.states.planes import fetch, store
 PENDING, BASE, FLUSH = range(len(CURSOR))
 RECORDS = ("value", "key", "gate", "beta")
 
+Slots = NDArray[np.integer]
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -116,54 +118,79 @@ class Ring:
         """Forget all records of ``slots``."""
         self.set_cursor(layer_index, slots, slots.new_zeros(len(slots), len(CURSOR)))
 
-    def commit(self, layer_index: int, slots: Tensor, accepted: Tensor) -> None:
+    def commit(self, layer_index: int, slots: Tensor, accepted: Tensor, folds: Tensor) -> None:
         """The first ``accepted`` int64 [n] drafts of ``slots`` stay.
 
-        Without a cursor they are folded at once, else when another step would find no room.
+        Without a cursor they are folded at once, else when another step would find no room;
+        ``folds`` int64 [m] are the entries of which that may be so, as far as the host knows.
         """
         cursor = self.cursor(layer_index, slots)
         pending, base = cursor[:, PENDING] + accepted, cursor[:, BASE]
         full = pending > self.tokens - self.drafts if self.has_cursor else pending >= 0
         counts = pending.where(full, 0)
-        folded = self.folded(layer_index, slots, base, counts)
-        store(self.states, layer_index, slots, "recurrent", folded)
+        if len(folds):
+            some = slots[folds]
+            folded = self.folded(layer_index, some, base[folds], counts[folds])
+            store(self.states, layer_index, some, "recurrent", folded)
         new = (pending - counts, (base + counts) % self.tokens, full.long())
         self.set_cursor(layer_index, slots, torch.stack(new, -1))
 
 
 class Mirror:
-    """Pending records of each slot, an upper bound, on the host: int64 [slots]."""
+    """Pending records of each slot as far as the host knows, int64 [slots].
+
+    ``pending`` are upper bounds where counts stayed on the device, until the ring is empty again;
+    ``exact`` bool [slots] elsewhere.
+    """
 
     def __init__(self, num_slots: int, tokens: int, drafts: int, has_cursor: bool) -> None:
         self.pending = np.zeros(num_slots, np.int64)
+        self.exact = np.ones(num_slots, np.bool_)
         self._tokens, self._drafts, self._cursor = tokens, drafts, has_cursor
 
-    def begin(self, slots: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
+    def learn(self, slots: Slots, pending: NDArray[np.integer] | int = 0) -> None:
+        """``slots`` have ``pending`` records now."""
+        self.pending[slots], self.exact[slots] = pending, True
+
+    def copy(self, target: Slots, source: Slots) -> None:
+        """The records of ``source`` are those of ``target`` too."""
+        pending, exact = self.pending[source], self.exact[source]
+        self.pending[target], self.exact[target] = pending, exact
+
+    def begin(self, slots: Slots, counts: NDArray[np.integer]) -> None:
         """A step of ``counts`` new tokens starts: prompts empty a ring, a decode adds to one."""
         before = self.pending[slots]
         if self._drafts:
-            after = np.where(counts > self._drafts, 0, before)
+            emptied = counts > self._drafts
+            after = before
         else:
-            after = np.where(counts > 1, 0, before % self._tokens + counts)
-        self.pending[slots] = np.where(counts > 0, after, before)
+            emptied = counts > 1
+            after = np.where(counts > 0, before % self._tokens + counts, before)
+        self.pending[slots] = np.where(emptied, 0, after)
+        self.exact[slots] |= emptied
 
     def commit(
         self,
-        slots: NDArray[np.integer],
+        slots: Slots,
         counts: NDArray[np.integer],
         accepted: NDArray[np.integer] | None,
-    ) -> None:
-        """Of a step of ``counts`` tokens ``accepted`` stay; None while only the device knows."""
-        if not self._cursor or not self._drafts:
-            return
+    ) -> NDArray[np.int64]:
+        """Of a step of ``counts`` tokens ``accepted`` stay; None while only the device knows.
+
+        Returned are the entries int64 [n] whose records may be folded now.
+        """
         drafted = (counts > 0) & (counts <= self._drafts)
+        most = counts if accepted is None else accepted
+        if not self._cursor:
+            return np.flatnonzero(drafted & (most > 0))
+        before, exact = self.pending[slots], self.exact[slots] & (accepted is not None)
         room = self._tokens - self._drafts
-        before = self.pending[slots]
-        if accepted is None:
-            after = np.minimum(before + counts, room)
-        else:
-            after = np.where(before + accepted > room, 0, before + accepted)
+        full = before + most > room
+        # What may be full is folded or not: then up to ``room`` records are left.
+        after = np.where(full, np.where(exact, 0, room), before + most)
         self.pending[slots] = np.where(drafted, after, before)
+        self.exact[slots] = np.where(drafted, exact, self.exact[slots])
+        return np.flatnonzero(drafted & full)
 
 
 def _like(index: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfactory.books import Accepted, Books, Committed, Segment, StepRecord
+from kvfactory.books import Accepted, Books, Committed, PendingCounts, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.errors import BooksError, Problem
 from kvfactory.planning.cacheplan import Annex, CachePlan, GroupPlan, Recurrence
@@ -97,7 +97,7 @@ class StateStore:
                     self._pools[group.name].zero(fresh.tolist())
             for name, mirror in self._mirrors.items():
                 if self._plan.by_name[name].table == table:
-                    mirror.pending[fresh] = 0
+                    mirror.learn(fresh)
                     mirror.begin(state.slots, counts)
 
     def copy_due(self) -> None:
@@ -149,11 +149,43 @@ class StateStore:
     def _empty_rings(self, table: str, slots: NDArray[np.int64]) -> None:
         for name, ring in self._rings.items():
             if self._plan.by_name[name].table == table and len(slots):
-                self._mirrors[name].pending[slots] = 0
+                self._mirrors[name].learn(slots)
                 for index in range(len(ring.pool.group.layers)):
                     ring.empty(index, device_ids(ring.pool, slots))
 
+    def move(self, table: str, target: Ids, source: Ids) -> None:
+        """Copy whole states int [n] of ``table`` to other slots, rings and cursors with them.
+
+        As if every source were read before any destination is written; the books know nothing.
+        """
+        for group in self._stored:
+            if group.table == table:
+                self._pools[group.name].move_pages(target, source)
+        for name, mirror in self._mirrors.items():
+            if self._plan.by_name[name].table == table:
+                mirror.copy(target, source)
+
     # ---- commits -----------------------------------------------------------------------------
+
+    def check(self, record: StepRecord, accepted: Accepted) -> None:
+        """Refuse to reject tokens that recurrent states cannot forget.
+
+        Raises:
+            BooksError: fewer than all of more tokens than a step may draft.
+        """
+        if not self._groups or accepted is None or isinstance(accepted, PendingCounts):
+            return
+        counts = np.diff(record.q_indptr)
+        taken = [one if isinstance(one, int | np.integer) else len(one) for one in accepted]
+        need = f"all, or a step of at most {self._nodes} tokens"
+        fix = f"engine.draft_tokens={max(1, int(counts.max(initial=1)) - 1)}"
+        wrong = [
+            Problem(f"accepted[{entry}]", f"{stay} of {new} tokens of a state", need, fix)
+            for entry, (new, stay) in enumerate(zip(counts.tolist(), taken, strict=False))
+            if new > self._nodes and stay < new
+        ]
+        if wrong:
+            raise BooksError(*wrong)
 
     def commit(self, step: Step, done: Committed, accepted: Accepted) -> None:
         """Bring the states of drafts to what was accepted, wherever the counts are."""
@@ -170,25 +202,22 @@ class StateStore:
             taken, nodes = torch.from_numpy(done.accepted), torch.from_numpy(done.last_nodes)
         for group in self._groups:
             slots = host.states[group.table].slots
-            if mirror := self._mirrors.get(group.name):
-                mirror.commit(slots, counts, done.accepted)
             pool = self._pools[group.name]
             kept = device_ids(pool, nodes).where(device_ids(pool, drafted).bool(), -1)
             target = device_ids(pool, slots).where(kept >= 0, 0)
             self._restore(group, target, device_ids(pool, host.rows), kept.clamp(min=0))
-            self._replay(group, target, device_ids(pool, taken).where(kept >= 0, 0))
+            ring = self._rings.get(group.name)
+            if ring and ring.drafts:
+                folds = self._mirrors[group.name].commit(slots, counts, done.accepted)
+                stay = device_ids(pool, taken).where(kept >= 0, 0)
+                for index in range(len(group.layers)):
+                    ring.commit(index, target, stay, device_ids(pool, folds))
 
     def _restore(self, group: GroupPlan, slots: Tensor, rows: Tensor, nodes: Tensor) -> None:
         """Snapshots of ``nodes`` int64 [batch] to ``slots``; where none counts, to the sink."""
         for name, view in self._snapshots.get(group.name, {}).items():
             for index in range(len(group.layers)):
                 store(self._pools[group.name], index, slots, name, view[index, rows, nodes])
-
-    def _replay(self, group: GroupPlan, slots: Tensor, accepted: Tensor) -> None:
-        ring = self._rings.get(group.name)
-        if ring and ring.drafts:
-            for index in range(len(group.layers)):
-                ring.commit(index, slots, accepted)
 
     # ---- rings -------------------------------------------------------------------------------
 
@@ -206,10 +235,11 @@ class StateStore:
 
     def _flush(self, table: str, slots: NDArray[np.int64]) -> None:
         for name, ring in self._rings.items():
-            if self._plan.by_name[name].table == table and ring.has_cursor:
-                self._mirrors[name].pending[slots] = 0
-                for index in range(len(ring.pool.group.layers)):
-                    ring.flush(index, device_ids(ring.pool, slots))
+            if self._plan.by_name[name].table == table:
+                full = slots[self._mirrors[name].pending[slots] > 0]
+                self._mirrors[name].learn(full)
+                for index in range(len(ring.pool.group.layers) if len(full) else 0):
+                    ring.flush(index, device_ids(ring.pool, full))
 
     def check_flushed(self, sequence: SequenceId) -> None:
         """Refuse to copy a state whose ring holds records.
@@ -224,24 +254,32 @@ class StateStore:
                     fix = "cache.states.flush([sequence])"
                     raise BooksError(Problem(f"states.{name}", got, "a flushed state", fix))
 
+    def receive(self, sequence: SequenceId) -> None:
+        """The states of ``sequence`` come from elsewhere, without rings: those are empty."""
+        for table, slot in self._books.state_slots(sequence).items():
+            self._empty_rings(table, np.array([slot]))
+
     def adopt(self, table: str, slots: Ids) -> None:
         """Slots were filled from outside (load, move, transfer): learn how full their rings are."""
         for name, ring in self._rings.items():
             if self._plan.by_name[name].table == table:
                 cursor = ring.cursor(0, device_ids(ring.pool, slots))
-                self._mirrors[name].pending[slots] = cursor[:, PENDING].cpu().numpy()
+                self._mirrors[name].learn(slots, cursor[:, PENDING].cpu().numpy())
 
     # ---- for a prefix cache ------------------------------------------------------------------
 
     def track(self, sequence: SequenceId, tokens: int | None = None) -> dict[str, int]:
-        """``Books.track`` of a flushed state.
+        """``Books.track`` of a flushed state, or of one that a layer of an open step writes.
 
         Raises:
             OutOfPages, BooksError: as ``Books.track``; or a ring that is not empty.
         """
         if tokens is None:
             self.check_flushed(sequence)
-        return self._books.track(sequence, tokens)
+        slots = self._books.track(sequence, tokens)
+        for table, slot in slots.items() if tokens is not None else ():
+            self._empty_rings(table, np.array([slot]))
+        return slots
 
     def checkpoint(self, sequence: SequenceId, tokens: int) -> Segment:
         """A held prefix whose state is a checkpoint, in eight-bit integers; see ``Books.hold``.
