@@ -236,7 +236,8 @@ class LinearLayer:
             t.name: fetch(views.pool, views.index, slot, t.name)[0] for t in self.group.tensors
         }
         if views.ring:
-            state["recurrent"] = views.ring.current(views.index, slot)[0]
+            pending = int(views.ring.cursor(views.index, slot)[0, PENDING])
+            state["recurrent"] = views.ring.current(views.index, slot, pending)[0]
         return state
 
     def _extend(self, views: StateViews, slot: Tensor, part: LinearInputs) -> Tensor:

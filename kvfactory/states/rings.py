@@ -64,18 +64,26 @@ class Ring:
         if self.has_cursor:
             store(self.pool, layer_index, slots, "cursor", cursor)
 
-    def current(self, layer_index: int, slots: Tensor) -> Tensor:
-        """States [n, *axes] with all pending records folded in; the pool is left alone."""
-        state = fetch(self.states, layer_index, slots, "recurrent")
-        if not self.has_cursor:
-            return state
-        cursor = self.cursor(layer_index, slots)
-        return self.folded(layer_index, slots, cursor[:, BASE], cursor[:, PENDING])
+    def current(self, layer_index: int, slots: Tensor, most: int | None = None) -> Tensor:
+        """States [n, *axes] with all pending records folded in; the pool is left alone.
 
-    def folded(self, layer_index: int, slots: Tensor, base: Tensor, counts: Tensor) -> Tensor:
-        """States [n, *axes] after ``counts`` int64 [n] records from place ``base`` int64 [n] on."""
+        No slot has more than ``most`` of them (None: the ring may be full).
+        """
+        cursor = self.cursor(layer_index, slots)
+        most = self.tokens if most is None else most
+        if not self.has_cursor or not most:
+            return fetch(self.states, layer_index, slots, "recurrent")
+        return self.folded(layer_index, slots, cursor[:, BASE], cursor[:, PENDING], most)
+
+    def folded(
+        self, layer_index: int, slots: Tensor, base: Tensor, counts: Tensor, most: int
+    ) -> Tensor:
+        """States [n, *axes] after ``counts`` int64 [n] records from place ``base`` int64 [n] on.
+
+        No count is above ``most``.
+        """
         state = fetch(self.states, layer_index, slots, "recurrent")
-        order = torch.arange(self.tokens, device=slots.device)
+        order = torch.arange(most, device=slots.device)
         places = (base[:, None] + order) % self.tokens
         kept = order < counts[:, None]
         records = {
@@ -130,7 +138,7 @@ class Ring:
         counts = pending.where(full, 0)
         if len(folds):
             some = slots[folds]
-            folded = self.folded(layer_index, some, base[folds], counts[folds])
+            folded = self.folded(layer_index, some, base[folds], counts[folds], self.tokens)
             store(self.states, layer_index, some, "recurrent", folded)
         new = (pending - counts, (base + counts) % self.tokens, full.long())
         self.set_cursor(layer_index, slots, torch.stack(new, -1))
@@ -194,5 +202,5 @@ class Mirror:
 
 
 def _like(index: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """``index`` [n, tokens], the same for all further axes of ``shape``."""
-    return index.view(*index.shape, *(1 for _ in shape[2:])).expand(shape)
+    """``index`` [n, m], the same for all axes of ``shape`` behind the second."""
+    return index.view(*index.shape, *(1 for _ in shape[2:])).expand(*index.shape, *shape[2:])
