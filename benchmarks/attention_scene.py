@@ -18,7 +18,7 @@ from kvfactory.flashinfer_runtime.library import Library, installed
 from kvfactory.kernels import ErrorWords, kernel_ops
 from kvfactory.planner import plan
 from kvfactory.pools import Pool
-from kvfactory.runtime.steps import StepBuffers
+from kvfactory.runtime.buffers import StepBuffers
 from kvfactory.spec import Spec
 
 Q_HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16

@@ -11,6 +11,7 @@ from benchmarks.timing import Call
 from kvfactory.kernels.index import IndexBuild
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.runtime.fields import StepSize
 from kvfactory.spec import Spec
 
 BATCH, CONTEXT, PAGE = 256, 4096, 16
@@ -59,8 +60,7 @@ def index_calls() -> list[Call]:
         for name, values in given.items():
             _array(arena, fields["", name].offset + shift, len(values)).copy_(values)
     build = IndexBuild(laid, arena)
-    build.warm()
-    return [
-        partial(build.build, number, BATCH, 1, CONTEXT // PAGE)
-        for number in range(laid.limits.steps_in_flight)
-    ]
+    for kernel in build.kernels():
+        kernel.warm()
+    size = StepSize(BATCH, BATCH, most_tokens=1, most_pages=CONTEXT // PAGE)
+    return [partial(build.build, number, size) for number in range(laid.limits.steps_in_flight)]

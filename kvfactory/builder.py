@@ -19,8 +19,8 @@ from kvfactory.memory import MEMORIES
 from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import MakeOps, Pool, TorchOps
 from kvfactory.quant import resolve_codec
+from kvfactory.runtime.buffers import StepBuffers
 from kvfactory.runtime.parts import Parts
-from kvfactory.runtime.steps import StepBuffers
 
 if TYPE_CHECKING:
     from kvfactory.kernels import ErrorWords

@@ -17,7 +17,7 @@ from kvfactory.books import Accepted, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Pool, Region
-from kvfactory.runtime.foreign import ForeignBatch, Ids, foreign_record, refreshed
+from kvfactory.runtime.foreign import ForeignBatch, Ids, foreign_record
 from kvfactory.runtime.gate import Gate
 from kvfactory.runtime.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
 from kvfactory.runtime.handover import receive, regions
@@ -163,12 +163,12 @@ class Cache:
         self.states.begin(record)
         if self._foreign:
             self._foreign = False
-            self._parts.buffers.update_tables(refreshed(record, self.books))
+            for table in self.plan.tables:
+                self._parts.buffers.set_table(table.name, self.books.rows(table.name))
         return self._fill(record)
 
     def _fill(self, record: StepRecord) -> Step:
         """The device arrays of ``record``, and what backends plan for it."""
-        self._parts.buffers.update_tables(record)
         step = self._parts.buffers.fill(record)
         for runner in self._parts.runners.values():
             runner.prepare(step)
@@ -220,6 +220,8 @@ class Cache:
             accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
         self.states.check(step.host, accepted)
         done = self.books.commit(step.host, accepted)
+        counts = accepted.counts if isinstance(accepted, DeviceCounts) else done.accepted
+        self._parts.buffers.commit(step.host, counts)
         self.states.commit(step, done, accepted)
         for group, pool in self._parts.stored():
             moves = done.moves.get(group.table)

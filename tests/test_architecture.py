@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"planning"},
     {"sizing"},
     {"planner"},
-    {"pools", "calibration", "kernels"},
+    {"pools", "calibration", "kernels", "runtime.fields", "runtime.indexing"},
     {"runtime.steps"},
     {"reference", "runtime.entries", "runtime.routing", "runtime.padding"},
     {"backends", "states", "flashinfer_runtime"},

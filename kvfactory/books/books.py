@@ -109,13 +109,14 @@ class Books:
 
         Raises:
             OutOfPages: a problem for each table that is short; nothing is taken.
-            BooksError: stale handles, sequences past the end of their row, malformed trees, or
-                too many steps in flight.
+            BooksError: stale handles, more tokens than a step may have, sequences past the end
+                of their row, malformed trees, or too many steps in flight.
         """
         self.settle()
         self._flights.check_room()
         ledger, requests = self._ledger, self._ledger.requests
         batch = requests.batch(sequences, new_tokens)
+        checks.step_tokens(int(batch.q_indptr[-1]), self.shape.step_tokens)
         tree = None if parents is None else int64(parents)
         depths = None if tree is None else depths_of(batch, tree)
         prefix = requests.reserved[batch.rows]
@@ -130,7 +131,7 @@ class Books:
         tables, states = ledger.step(batch.rows, lengths, growths)
         positions = stored if depths is None else batch.of_tokens(prefix) + depths
         rows, q_indptr, serial = batch.rows32.copy(), batch.q_indptr.copy(), self._flights.serial
-        found = (prefix, lengths, positions, settled, tree, tables, states)
+        found = (prefix, lengths, positions, settled, tree, tables, states, self._flights.oldest)
         record = StepRecord(serial, rows, q_indptr, *found)
         self._flights.start(record, batch)
         return record

@@ -60,6 +60,18 @@ def lengths(ledger: Ledger, tokens: Tokens) -> None:
         )
 
 
+def step_tokens(got: int, limit: int) -> None:
+    """Refuse a step of more than ``limit`` new tokens.
+
+    Raises:
+        BooksError: ``got`` is more.
+    """
+    if got > limit:
+        need = f"at most {limit} in a step, as planned"
+        fix = f"smaller chunks, or engine.prefill_chunk_tokens={got}"
+        raise BooksError(Problem("new_tokens", f"{got} new tokens", need, fix))
+
+
 def fork(ledger: Ledger, row: int, awaited: bool) -> None:
     """Refuse to fork a row whose tokens are not all known and written.
 

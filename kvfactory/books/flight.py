@@ -57,6 +57,11 @@ class Flights:
             fix = "commit the oldest step first, or raise engine.steps_in_flight"
             raise BooksError(Problem("extend", got, f"fewer than {self.limit}", fix))
 
+    @property
+    def oldest(self) -> int:
+        """The serial of the oldest undecided step; without any, that of the next one."""
+        return self._queue[0].record.serial if self._queue else self.serial
+
     def start(self, record: StepRecord, batch: Batch) -> None:
         """Add the newest step."""
         self.serial += 1

@@ -45,12 +45,16 @@ class StateShape:
 
 @dataclass(frozen=True)
 class BooksShape:
-    """All tables of a cache. ``max_requests`` are the rows beside row 0, the sink."""
+    """All tables of a cache. ``max_requests`` are the rows beside row 0, the sink.
+
+    A step has at most ``step_tokens`` new tokens.
+    """
 
     tables: tuple[TableShape, ...]
     states: tuple[StateShape, ...]
     max_requests: int
     steps_in_flight: int
+    step_tokens: int = 2**31 - 1
 
 
 def books_shape(plan: CachePlan) -> BooksShape:
@@ -68,4 +72,5 @@ def books_shape(plan: CachePlan) -> BooksShape:
         ),
         max_requests=plan.limits.max_requests,
         steps_in_flight=plan.limits.steps_in_flight,
+        step_tokens=plan.limits.step_tokens,
     )

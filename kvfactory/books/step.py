@@ -20,7 +20,9 @@ class TableStep(NamedTuple):
     after the writes of earlier steps and before those of this one.
     ``updates`` int32 [n, 3]: (row, column, page) of every device table entry that changed since
     the last step; a released entry points at the sink 0. No entry is named twice.
-    ``first_page`` int32 [batch]: first column still owned; those before it are released.
+    ``first_page`` int32 [batch]: first column still owned; those before it are released. It is
+    the one that a query at the tokens committed so far can see, so where all earlier steps are
+    decided also the first that this step reads.
     """
 
     slots: Slots
@@ -55,6 +57,7 @@ class StepRecord(NamedTuple):
     host then assumes that all its tokens will be accepted: prefix, lengths, positions and slots
     are upper bounds, exact if that comes true. The pages are there for every outcome, so that
     the device, which knows the exact length, finds the slot of a position in its table row.
+    ``since`` is the serial of the oldest undecided step, this one's own if there is none.
     """
 
     serial: int
@@ -67,6 +70,7 @@ class StepRecord(NamedTuple):
     parents: Int64 | None
     tables: Mapping[str, TableStep]
     states: Mapping[str, StateStep]
+    since: int
 
 
 class Committed(NamedTuple):

@@ -14,7 +14,7 @@ from kvfactory.flashinfer_runtime.choose import Kernels, Shape, module_key, modu
 from kvfactory.flashinfer_runtime.library import Library, Lists, XqaCall
 from kvfactory.flashinfer_runtime.plans import Planner, Rules
 from kvfactory.flashinfer_runtime.runner import Runner, XqaLaunch
-from kvfactory.flashinfer_runtime.schedule import Launch, Scheduler, TableLists
+from kvfactory.flashinfer_runtime.schedule import Launch, Scheduler
 from kvfactory.flashinfer_runtime.sizes import Room, Served, Slots
 from kvfactory.flashinfer_runtime.spaces import PlanArea, make_area
 from kvfactory.flashinfer_runtime.store import CopyStore, Layer, PoolStore
@@ -66,7 +66,6 @@ class _Binder:
         self.room = Room.of(self.limits, self.spec.device.num_sms)
         space = resources.workspace
         self.floats = space.get("partial results", torch.empty(0, dtype=torch.uint8))
-        self.lists = TableLists()
         self.plans = _Cuts(space.get("host plans"))
         self.prefixes = _Cuts(space.get("prefix lists"))
         self.xqas = _Cuts(space.get("xqa"))
@@ -92,7 +91,6 @@ class _Binder:
         )
         return Scheduler(
             planner=planner,
-            lists=self.lists,
             prefix_lists=self._prefix_lists(one) if kernels.merged else [],
             xqa_tables=self._xqa(one)[2] if "xqa" in kernels.names() else [],
             slots=slots,

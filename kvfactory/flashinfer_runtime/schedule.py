@@ -44,7 +44,7 @@ class Launch:
 
 @dataclass
 class Schedule:
-    """A step's launches; ``jobs`` are the page lists to build before the first.
+    """A step's launches; ``jobs`` are page lists of parts of it, to build before the first.
 
     ``busy`` unless there is nothing to launch: a graph's step always launches, whatever padding
     it holds.
@@ -66,29 +66,9 @@ class Schedule:
     slots: Tensor | None = None
 
 
-@dataclass
-class TableLists:
-    """The page lists of whole steps, which all shapes of a table share."""
-
-    stale: set[tuple[int, str]] = field(default_factory=set)
-
-    def expire(self, step: Step, table: str) -> None:
-        """The lists of ``step`` have to be built, now or when a graph runs."""
-        self.stale.add((step.buffer, table))
-
-    def build(self, step: Step, table: str, page_tokens: int, most_pages: int) -> None:
-        """Build them, unless that was done since they expired."""
-        if (step.buffer, table) in self.stale:
-            self.stale.discard((step.buffer, table))
-            arrays = step.tables[table]
-            job = (arrays.pages, step.rows, arrays.kv_lengths, arrays.first_page)
-            build_lists(ListJob(*job, page_tokens, most_pages, lists_of(step, table)))
-
-
 def lists_of(step: Step, table: str) -> Lists:
-    """Where the lists of a whole step lie."""
+    """The lists of a whole step, which its index brings."""
     arrays = step.tables[table].lists
-    assert arrays is not None
     return Lists(arrays.indptr, arrays.last_page, arrays.indices)
 
 
@@ -97,7 +77,6 @@ class Scheduler:
     """Schedules for one shape, by the buffers that a step lives in."""
 
     planner: Planner
-    lists: TableLists
     prefix_lists: list[Lists]
     xqa_tables: list[Tensor]
     slots: Slots
@@ -126,14 +105,13 @@ class Scheduler:
         if held and step.graph and held.constants != constants:
             need = "a graph captured after the last set_constants"
             raise SpecError(Problem("graph", "one with older constants", need, "capture again"))
-        self.lists.expire(step, self.shape.table)
         same = held and held.serial == step.host.serial and held.constants == constants
         if same and (step.graph is None or self._graph == step.buffer):
             return
         if step.graph:
             self._graph = step.buffer
         exact = self.planner.rules.exact_lengths
-        work = work_of(step, self.shape.table, self.shape.page_tokens, exact)
+        work = work_of(step, self.shape, exact)
         busy = work.rows > 0 or step.graph is not None
         schedule = Schedule(step.host.serial, constants, work, busy)
         self._made[step.buffer] = schedule
@@ -143,13 +121,11 @@ class Scheduler:
             self._plan_main(step, schedule)
 
     def begin(self, step: Step) -> None:
-        """Build the page lists of ``step`` on the device."""
+        """Build the further page lists of ``step`` on the device, and XQA's tables."""
         schedule = self.of(step)
         if not schedule.busy:
             return
         page_tokens, table = self.shape.page_tokens, step.tables[self.shape.table]
-        most = table.pages.shape[1] if step.graph else int(schedule.work.pages.max(initial=0))
-        self.lists.build(step, self.shape.table, page_tokens, most)
         for job in schedule.jobs:
             build_lists(job)
         for launch in schedule.main:

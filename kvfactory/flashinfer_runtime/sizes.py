@@ -181,8 +181,7 @@ def list_bytes(one: Served, limits: Limits) -> int:
 
 def list_pages(one: Served, limits: Limits) -> int:
     """The most pages of one request that a list names."""
-    tokens = limits.tokens + limits.draft_tokens
-    return ceil_div(tokens, one.shape.page_tokens) + 1
+    return ceil_div(limits.row_tokens, one.shape.page_tokens) + 1
 
 
 def xqa_bytes(one: Served, limits: Limits, room: Room) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvfactory.flashinfer_runtime.choose import FULL, Shape
 from kvfactory.runtime.steps import Step
 
 Counts = NDArray[np.int64]
@@ -63,13 +64,17 @@ class Work(NamedTuple):
         return Work(new, new, none, new, none, True, self.decodes)
 
 
-def work_of(step: Step, table: str, page_tokens: int, exact: bool) -> Work:
-    """The lengths of ``step`` in ``table``; ``exact`` where no undecided step can change them.
+def work_of(step: Step, shape: Shape, exact: bool) -> Work:
+    """The lengths of ``step`` for ``shape``; ``exact`` where no undecided step can change them.
 
-    Encoder tables have lengths of their own, and without drafts every token of a step stays.
+    Encoder tables have lengths of their own, and without drafts every token of a step stays. Pages
+    are counted as the device lists them, from the first that the step can see; where its prefix is
+    not known yet, from the first that the shortest outcome would see.
     """
-    host, part = step.host, step.host.tables[table]
+    host, part, page_tokens = step.host, step.host.tables[shape.table], shape.page_tokens
     first = part.first_page.astype(np.int64)
+    if exact and shape.window_left != FULL:
+        first = np.maximum(host.prefix - shape.window_left, 0) // page_tokens
     tokens = np.asarray(part.kv_lengths, np.int64)
     q_tokens = np.diff(host.q_indptr).astype(np.int64)
     return Work(

@@ -1,30 +1,31 @@
-"""The index of a step: what attention reads, from lengths that may live on the device alone.
+"""The index of a step on a GPU, for all tables in one launch: see ``runtime.indexing``.
 
-Given are the step's ``rows``, ``q_indptr``, ``prefix`` and the device tables. Built, for all tables
-in one launch and without looking at the host: ``positions``, ``slots``, ``kv_lengths``,
-``first_page`` (moved up to what a window or chunk still shows), and the page lists ``indptr``,
-``indices`` and ``last_page``. All are fixed buffers of the plan, so a graph can replay it.
+It is made of lengths that may live on the device alone, in fixed buffers of the plan, so a graph
+can replay it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from kvfactory.kernels.baked import Baked
-from kvfactory.kernels.index_kernel import build_index
+from kvfactory.kernels.index_kernel import build_index, update_tables
 from kvfactory.kernels.launch import Argument, Kernel
 from kvfactory.kinds import ceil_div
 from kvfactory.planning.cacheplan import CachePlan, TablePlan
+from kvfactory.runtime.fields import StepSize, field_views
+from kvfactory.runtime.indexing import write_positions
 
 PAGES, TOKENS = 256, 128
 """Pages and new tokens of an entry that a program takes at once."""
 
 MOST_PARTS = 64
+
+UPDATES = 256
+"""Table entries that a program writes."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -55,6 +56,7 @@ class IndexSpec(Baked):
     rows: int
     q_indptr: int
     prefix: int
+    depths: int
     positions: int
     positions_table: int
     tables: tuple[TableIndex, ...]
@@ -65,54 +67,71 @@ class IndexBuild:
 
     def __init__(self, plan: CachePlan, arena: Tensor) -> None:
         self._arena, self._step_bytes = arena, plan.step_bytes
-        self._depth = plan.limits.steps_in_flight
-        self._spec = index_spec(plan)
+        self._spec, self._sets = index_spec(plan), field_views(plan, arena)
+        self._names = [table.name for table in plan.tables]
         self._batch_block = min(1024, max(16, 1 << (plan.limits.max_requests - 1).bit_length()))
+        self._update = self._make_update()
         self._kernel = cache(self._make)
 
-    def warm(self) -> None:
-        """Compile and load both forms: linear steps and draft trees."""
-        self._kernel(True).warm()
-        self._kernel(False).warm()
+    def kernels(self) -> tuple[Kernel, ...]:
+        """All that it launches, for a warm-up: linear steps, draft trees, table updates."""
+        return self._kernel(False), self._kernel(True), self._update
 
-    def build(
-        self, number: int, batch: int, most_tokens: int, most_pages: int, tree: bool = False
-    ) -> None:
-        """Fill the fields of the open step with serial ``number``, of ``batch`` entries.
+    def update(self, updates: Tensor, count: int) -> None:
+        """Write the first ``count`` of ``updates`` int32 [n, 4] to the device tables.
 
-        ``most_tokens`` and ``most_pages`` are the most new tokens and listed pages of an entry, or
-        more: they only spread the work. A ``tree`` step keeps the positions that it was given.
+        They are (table, row, column, page); no entry is named twice.
         """
-        wanted = max(1, ceil_div(most_tokens, TOKENS), ceil_div(most_pages, PAGES))
-        parts = min(MOST_PARTS, wanted)
-        programs = parts * batch * len(self._spec.tables)
-        shift = number % self._depth * self._step_bytes
-        self._kernel(not tree).launch(programs, self._arena, shift, batch, parts)
+        self._update.launch(ceil_div(count, UPDATES), self._arena, updates, count)
 
-    def _make(self, positions: bool) -> Kernel:
+    def build(self, number: int, size: StepSize) -> None:
+        """Fill the fields that the device makes, of the step in set ``number``."""
+        wanted = max(1, ceil_div(size.most_tokens, TOKENS), ceil_div(size.most_pages, PAGES))
+        parts = min(MOST_PARTS, wanted)
+        programs = parts * size.batch * len(self._spec.tables)
+        shift = number * self._step_bytes
+        kernel = self._kernel(size.tree)
+        kernel.launch(programs, self._arena, shift, size.batch, size.tokens, parts)
+        if self._spec.positions_table < 0:
+            write_positions(self._sets[number], size)
+        if not programs:
+            for name in self._names:
+                self._sets[number][name, "indptr"][:1].zero_()
+
+    def _make(self, tree: bool) -> Kernel:
         arguments = {
             "arena": Argument("*u8", aligned=True),
             "shift": Argument("i64", aligned=True),
             "batch": Argument("i32"),
+            "rows": Argument("i32"),
             "parts": Argument("i32"),
         }
         baked = {
             "SPEC": self._spec,
-            "POSITIONS": positions,
+            "TREE": tree,
             "BATCH": self._batch_block,
             "BLOCK": PAGES,
             "TOKENS": TOKENS,
         }
         return Kernel(build_index, arguments, baked)
 
+    def _make_update(self) -> Kernel:
+        arguments = {
+            "arena": Argument("*u8", aligned=True),
+            "updates": Argument("*i32", aligned=True),
+            "n": Argument("i32"),
+        }
+        return Kernel(update_tables, arguments, {"SPEC": self._spec, "BLOCK": UPDATES})
+
 
 def index_spec(plan: CachePlan) -> IndexSpec:
     """What the kernel bakes in."""
     offsets = {(field.table, field.name): field for field in plan.fields}
     written = [i for i, table in enumerate(plan.tables) if table.lifetime.name != "encoder"]
+    shared = ("rows", "q_indptr", "prefix", "depths", "positions")
     return IndexSpec(
         positions_table=written[0] if written else -1,
-        **{name: offsets["", name].offset for name in ("rows", "q_indptr", "prefix", "positions")},
+        **{name: offsets["", name].offset for name in shared},
         tables=tuple(_table(plan, table) for table in plan.tables),
     )
 
@@ -129,52 +148,3 @@ def _table(plan: CachePlan, table: TablePlan) -> TableIndex:
         capacity=own["indices"].elements,
         **{name: own[name].offset for name in names},
     )
-
-
-def reference_index(
-    plan: CachePlan, arena: Tensor, number: int, batch: int, tree: bool = False
-) -> Mapping[tuple[str, str], Tensor]:
-    """What ``IndexBuild.build`` fills, computed with torch from the same inputs.
-
-    (table, field) -> the filled part; fields without a table have the name "" for it.
-    """
-    shift = number % plan.limits.steps_in_flight * plan.step_bytes
-    fields = {(f.table, f.name): f for f in plan.fields}
-
-    def given(table: str, name: str, elements: int) -> Tensor:
-        start = fields[table, name].offset + shift
-        return arena[start : start + 4 * elements].view(torch.int32).long()
-
-    rows, bounds = given("", "rows", batch), given("", "q_indptr", batch + 1)
-    prefix = given("", "prefix", batch)
-    entry = torch.repeat_interleave(torch.arange(batch, device=arena.device), bounds.diff())
-    token = torch.arange(len(entry), device=arena.device) - bounds[entry]
-    positions = prefix[entry] + token
-    found = {} if tree else {("", "positions"): positions}
-    for table in plan.tables:
-        size = (plan.limits.max_requests + 1) * table.row_pages
-        pages = arena[table.offset :][: 4 * size].view(torch.int32).view(-1, table.row_pages).long()
-        p, name = table.page_tokens, table.name
-        lengths = prefix + bounds.diff()
-        if table.lifetime.name == "encoder":
-            lengths = given(name, "kv_lengths", batch)
-        else:
-            page = pages[rows[entry], positions // p]
-            found[name, "slots"] = page * p + positions % p
-        seen = [table.lifetime.first_visible(n) // p for n in prefix.tolist()]
-        first = given(name, "first_page", batch).maximum(torch.tensor(seen, device=arena.device))
-        counts = (ceil_div_tensor(lengths, p) - first).clamp(min=0)
-        listed = [
-            pages[row, start : start + many]
-            for row, start, many in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True)
-        ]
-        found[name, "kv_lengths"], found[name, "first_page"] = lengths, first
-        found[name, "indptr"] = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        found[name, "last_page"] = (lengths + p - 1) % p + 1
-        found[name, "indices"] = torch.cat(listed)
-    return found
-
-
-def ceil_div_tensor(a: Tensor, b: int) -> Tensor:
-    """a / b rounded up, for a >= 0."""
-    return (a + b - 1) // b

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvfactory.dtypes import itemsize
-from kvfactory.kinds import align_up
+from kvfactory.kinds import align_up, ceil_div
 from kvfactory.layouts import Placement, place
 from kvfactory.planning.cacheplan import (
     ConstantPlan,
@@ -175,34 +175,74 @@ def lay_steps(
 ) -> tuple[tuple[Field, ...], int]:
     """The device arrays of an open step, and the bytes of one step.
 
-    There are ``steps_in_flight`` copies, and one that all graphs share.
+    There are ``steps_in_flight`` copies, and one that all graphs share. What the host sends comes
+    first, what most steps send before what few do, so that one copy of the front carries it.
     """
+    sent, made = _sent(tables, limits), _made(tables, limits)
+    fields: list[Field] = []
+    cursor, base = 0, arena.cursor
+    for name, owner, dtype, elements in (*sent, *made):
+        fields.append(Field(name, owner, dtype, elements, base + cursor, len(fields) < len(sent)))
+        cursor = align_up(cursor + itemsize(dtype) * elements, 16)
+    step_bytes = align_up(cursor, arena.align_bytes)
+    arena.take("steps", "step arrays", step_bytes * (limits.steps_in_flight + 1))
+    return tuple(fields), step_bytes
+
+
+_Wanted = tuple[str, str, str, int]
+"""Name, table, type and elements of a field."""
+
+
+def _sent(tables: Sequence[TableDraft], limits: Limits) -> list[_Wanted]:
+    """What the host alone knows; draft trees and encoder tokens last."""
     batch, tokens = limits.max_requests, limits.step_tokens
-    wanted = [
+    fields = [
         ("rows", "", "int32", batch),
         ("q_indptr", "", "int32", batch + 1),
         ("prefix", "", "int32", batch),
-        ("positions", "", "int64", tokens),
     ]
     for table in tables:
         if table.key.lifetime.name == "state":
-            wanted += [("slots", table.name, "int32", batch), ("fresh", table.name, "int32", batch)]
-            continue
-        written = tokens
+            fields += [("slots", table.name, "int32", batch), ("fresh", table.name, "int32", batch)]
+        elif table.key.lifetime.name == "encoder":
+            fields.append(("kv_lengths", table.name, "int32", batch))
+    updates = sum(_updates(table, limits) for table in tables)
+    fields += [("updates", "", "int32", 4 * updates), ("depths", "", "int32", tokens)]
+    for table in tables:
         if table.key.lifetime.name == "encoder":
             written = batch * table.key.lifetime.tokens
-        wanted += [
-            ("slots", table.name, "int64", written),
-            ("kv_lengths", table.name, "int32", batch),
+            fields.append(("slots", table.name, "int64", written))
+    return fields
+
+
+def _updates(table: TableDraft, limits: Limits) -> int:
+    """Entries of a device table that an ordinary step changes, and the end of one request.
+
+    A step opens a page at the end of each request and releases one, or writes a whole prefill;
+    more changes at once take a copy of their own.
+    """
+    if table.key.lifetime.name == "state":
+        return 0
+    prefill = ceil_div(limits.step_tokens, table.key.page_tokens)
+    return 2 * limits.max_requests + prefill + table.row_pages
+
+
+def _made(tables: Sequence[TableDraft], limits: Limits) -> list[_Wanted]:
+    """What the device makes of the lengths and its tables, and what it learns at commits."""
+    batch, tokens = limits.max_requests, limits.step_tokens
+    fields = [("positions", "", "int64", tokens), ("rejected", "", "int32", batch)]
+    for table in tables:
+        if table.key.lifetime.name == "state":
+            continue
+        if table.key.lifetime.name != "encoder":
+            fields += [
+                ("slots", table.name, "int64", tokens),
+                ("kv_lengths", table.name, "int32", batch),
+            ]
+        fields += [
             ("first_page", table.name, "int32", batch),
             ("indptr", table.name, "int32", batch + 1),
             ("last_page", table.name, "int32", batch),
             ("indices", table.name, "int32", batch * table.live_pages),
         ]
-    fields, cursor, base = [], 0, arena.cursor
-    for name, owner, dtype, elements in wanted:
-        fields.append(Field(name, owner, dtype, elements, base + cursor))
-        cursor = align_up(cursor + itemsize(dtype) * elements, 16)
-    step_bytes = align_up(cursor, arena.align_bytes)
-    arena.take("steps", "step arrays", step_bytes * (limits.steps_in_flight + 1))
-    return tuple(fields), step_bytes
+    return fields

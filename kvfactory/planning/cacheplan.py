@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from kvfactory.dtypes import itemsize
 from kvfactory.errors import Problem
 from kvfactory.kinds import Lifetime
 from kvfactory.layouts.placement import Strided
@@ -182,13 +183,23 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class Field:
-    """A fixed device array of an open step; one copy per step in flight."""
+    """A fixed device array of an open step; one copy per step in flight.
+
+    ``sent`` are those whose numbers come from the host: they lie side by side, before all that the
+    device makes of them.
+    """
 
     name: str
     table: str
     dtype: str
     elements: int
     offset: int
+    sent: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return itemsize(self.dtype) * self.elements
 
 
 @dataclass(frozen=True)
@@ -215,6 +226,11 @@ class Limits:
     step_tokens: int
     steps_in_flight: int
     draft_tokens: int
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest request while all its steps in flight are open."""
+        return self.tokens + self.steps_in_flight * (1 + self.draft_tokens)
 
 
 @dataclass(frozen=True)

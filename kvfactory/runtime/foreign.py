@@ -82,18 +82,8 @@ def foreign_record(plan: CachePlan, books: Books, batch: ForeignBatch, serial: i
         states={
             s.name: StateStep(slots.astype(np.int32), before == 0, NO_COPIES) for s, slots in states
         },
+        since=serial,
     )
-
-
-def refreshed(record: StepRecord, books: Books) -> StepRecord:
-    """``record``, the first of the books after foreign steps, with all entries of device tables."""
-    tables = {}
-    for name, part in record.tables.items():
-        cells = books.rows(name)
-        rows, columns = np.indices(cells.shape).reshape(2, -1)
-        updates = np.stack((rows, columns, cells.reshape(-1)), axis=1).astype(np.int32)
-        tables[name] = part._replace(updates=updates)
-    return record._replace(tables=tables)
 
 
 class _Table:

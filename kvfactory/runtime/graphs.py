@@ -15,8 +15,9 @@ from kvfactory.backends import AttentionRunner
 from kvfactory.books import StepRecord
 from kvfactory.errors import Problem, SpecError
 from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.runtime.buffers import StepBuffers
 from kvfactory.runtime.padding import blank_record, padded
-from kvfactory.runtime.steps import GraphShape, Step, StepBuffers
+from kvfactory.runtime.steps import GraphShape, Step
 
 Work = Callable[[], Any]
 
@@ -135,7 +136,7 @@ class Graph:
 
     def _fill(self, record: StepRecord) -> Step:
         place = self._place
-        record = padded(record, self.shape, place.encoders)
+        record = padded(record, self.shape, place.page_tokens)
         step = place.buffers.fill_graph(record, self.shape, place.number)
         for runner in self._runners:
             runner.prepare(step)
@@ -148,7 +149,9 @@ class GraphPlace:
     def __init__(self, plan: CachePlan, buffers: StepBuffers, number: int) -> None:
         self.buffers, self.number = buffers, number
         self.blank = blank_record(plan)
-        self.encoders = frozenset(t.name for t in plan.tables if t.lifetime.name == "encoder")
+        self.page_tokens = {
+            t.name: t.page_tokens for t in plan.tables if t.lifetime.name != "encoder"
+        }
 
 
 def graph_shape(plan: CachePlan, batch: int, tokens: int, total: int | None) -> GraphShape:

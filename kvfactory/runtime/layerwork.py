@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvfactory.backends import AttendExtra, AttentionRunner, SelectRunner
-from kvfactory.errors import BuildError, Problem, SpecError, did_you_mean
+from kvfactory.errors import BooksError, BuildError, Problem, SpecError, did_you_mean
 from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Write
 from kvfactory.runtime.entries import entry_slots
@@ -62,12 +62,27 @@ class LayerWork:
     ) -> Write:
         values = [given[name] for name in names if name in given]
         route.check_writable(len(values))
+        self._check_entries(route.group, step)
         rows = {
             tensor.name: value.unsqueeze(1) if value.dim() == 2 else value
             for tensor, value in zip(route.group.tensors, values, strict=True)
         }
         slots = entry_slots(route.group, step)
         return self._parts.pools[route.group.name].ready(route.index, slots, **rows)
+
+    def _check_entries(self, group: GroupPlan, step: Step) -> None:
+        """Refuse entries of several tokens where the host cannot know which tokens complete one.
+
+        Raises:
+            BooksError: the step was made while drafts before it were undecided.
+        """
+        if group.tokens_per_entry == 1 or step.host.settled.all():
+            return
+        if self._parts.plan.limits.draft_tokens:
+            got = f"{group.tokens_per_entry} tokens an entry, behind drafts that were undecided"
+            need = "a step made when the lengths before it are known"
+            fix = "commit that step first"
+            raise BooksError(Problem(f"write(group {group.name})", got, need, fix))
 
     def check_tree(self) -> None:
         """Refuse draft trees where an entry would be made of tokens of several branches.

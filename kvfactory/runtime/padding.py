@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 import numpy as np
@@ -38,32 +40,38 @@ def blank_record(plan: CachePlan) -> StepRecord:
         parents=None,
         tables=tables,
         states=states,
+        since=BLANK_SERIAL,
     )
 
 
-def padded(record: StepRecord, shape: GraphShape, encoders: frozenset[str]) -> StepRecord:
-    """``record`` with padded requests up to ``shape``; ``encoders`` are tables of encoder tokens.
+def padded(record: StepRecord, shape: GraphShape, page_tokens: Mapping[str, int]) -> StepRecord:
+    """``record`` with padded requests up to ``shape``; ``page_tokens`` by table, encoders left out.
 
-    A padded request has ``shape.each`` tokens and reads as many; of an encoder table it reads one.
+    A padded request is one of the sink's row with ``shape.each`` tokens, which it reads; of an
+    encoder table it reads one. Rows of new tokens that belong to no request go to slot 0.
 
     Raises:
         SpecError: more requests or tokens than ``shape`` has, or others than ``shape.each`` each,
             or encoder tokens to write.
     """
+    encoders = record.tables.keys() - page_tokens.keys()
     _check(record, shape, encoders)
     batch, rows, each = shape.batch, shape.rows, shape.each
     missing = batch - len(record.rows)
     ends = record.q_indptr[-1] + each * np.arange(1, missing + 1)
-    tables = {
-        name: TableStep(
-            slots=part.slots if name in encoders else _filled(part.slots, rows, SINK),
-            kv_lengths=_filled(part.kv_lengths, batch, 1 if name in encoders else each),
-            copies=part.copies,
-            updates=part.updates,
+    positions = _filled(record.positions, rows, 0)
+    positions[int(record.q_indptr[-1]) :][: each * missing] = np.tile(np.arange(each), missing)
+    tables = {}
+    for name, part in record.tables.items():
+        slots, least = part.slots, 1
+        if name in page_tokens:
+            slots, least = _filled(part.slots, rows, SINK), each
+            slots[len(part.slots) :] = positions[len(part.slots) :] % page_tokens[name]
+        tables[name] = part._replace(
+            slots=slots,
+            kv_lengths=_filled(part.kv_lengths, batch, least),
             first_page=_filled(part.first_page, batch, 0),
         )
-        for name, part in record.tables.items()
-    }
     states = {
         name: StateStep(_filled(p.slots, batch, SINK), _filled(p.fresh, batch, 0), p.copies)
         for name, p in record.states.items()
@@ -73,14 +81,14 @@ def padded(record: StepRecord, shape: GraphShape, encoders: frozenset[str]) -> S
         q_indptr=np.append(record.q_indptr, ends).astype(np.int32),
         prefix=_filled(record.prefix, batch, 0),
         lengths=_filled(record.lengths, batch, each),
-        positions=_filled(record.positions, rows, 0),
+        positions=positions,
         settled=_filled(record.settled, batch, 1),
         tables=tables,
         states=states,
     )
 
 
-def _check(record: StepRecord, shape: GraphShape, encoders: frozenset[str]) -> None:
+def _check(record: StepRecord, shape: GraphShape, encoders: AbstractSet[str]) -> None:
     counts = np.diff(record.q_indptr)
     wrong: list[Problem] = []
     if len(counts) > shape.batch:

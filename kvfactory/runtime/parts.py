@@ -12,7 +12,7 @@ from kvfactory.backends import AttentionRunner, SelectRunner
 from kvfactory.books import Books
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.pools import Pool
-from kvfactory.runtime.steps import StepBuffers
+from kvfactory.runtime.buffers import StepBuffers
 
 if TYPE_CHECKING:
     from kvfactory.kernels import ErrorWords

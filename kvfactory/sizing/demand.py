@@ -37,7 +37,11 @@ def _table(groups: tuple[str, ...], key: TableKey, spec: Spec) -> TableDraft:
     lifetime, page_tokens = key
     if lifetime.name == "state":
         return TableDraft(groups[0], groups, key, spec.engine.state_slots, row_pages=0)
-    tokens = table_tokens(lifetime, spec.workload.tokens, spec.engine)
+    # Whether there are pages for a request beyond its end is the pool's business; columns there
+    # are, so that steps can be open until the engine has seen that it is done.
+    tokens = spec.workload.tokens + _decode_in_flight(spec.engine)
+    if lifetime.name == "encoder":
+        tokens = lifetime.tokens
     in_flight = max(_prefill_in_flight(spec.engine), _decode_in_flight(spec.engine))
     live = lifetime.peak_pages(tokens, in_flight, page_tokens)
     return TableDraft(groups[0], groups, key, live, ceil_div(tokens, page_tokens))

@@ -22,9 +22,10 @@ from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, TensorPlan
 from kvfactory.pools import Pool
 from kvfactory.reference import Oracle
+from kvfactory.runtime.buffers import StepBuffers
 from kvfactory.runtime.graphs import Graph, GraphPlace, graph_shape
 from kvfactory.runtime.parts import Parts
-from kvfactory.runtime.steps import Step, StepBuffers
+from kvfactory.runtime.steps import Step
 from kvfactory.spec import Spec
 
 H200 = {"name": "h200", "type": "cuda", "sm": 90, "num_sms": 132}

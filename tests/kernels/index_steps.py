@@ -1,105 +1,139 @@
-"""Steps whose index is built by the kernel and by torch, field by field."""
+"""Steps whose index is built by the kernel and by torch: afterwards the whole arenas are equal."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfactory.kernels.index import IndexBuild, reference_index
+from kvfactory.kernels.index import IndexBuild
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.runtime.fields import StepSize, field_views, table_views
+from kvfactory.runtime.indexing import Indexer, TorchIndexer
 from kvfactory.spec import Spec
 
 ATTENTION = {"q_heads": 2, "kv_heads": 1, "head_dim": 16}
+FULL = {"kind": "full", "layers": [0]} | ATTENTION
+WINDOW = {"kind": "swa", "layers": [1], "window_tokens": 33} | ATTENTION
+CHUNK = {"kind": "chunked", "layers": [2], "chunk_tokens": 48} | ATTENTION
+CROSS = {"kind": "cross", "layers": [3], "encoder_tokens": 40} | ATTENTION
+STATE = {
+    "kind": "linear",
+    "layers": [4],
+    "conv": [[40, 3]],
+    "recurrent": {"head": 2, "key": 8, "value": 4},
+    "recurrence": "gdn",
+}
+TABLES = {"full": FULL, "window": WINDOW, "chunk": CHUNK, "cross": CROSS}
 
 
-def index_plan(requests: int, tokens: int, page_tokens: int = 16) -> CachePlan:
-    """Three tables: all tokens, a window, chunks."""
-    groups = {
-        "full": {"kind": "full", "layers": [0]} | ATTENTION,
-        "window": {"kind": "swa", "layers": [1], "window_tokens": 33} | ATTENTION,
-        "chunk": {"kind": "chunked", "layers": [2], "chunk_tokens": 48} | ATTENTION,
-    }
+def index_plan(groups: dict[str, Any], requests: int, tokens: int) -> CachePlan:
+    """Pages of 16 tokens."""
     return plan(
         Spec.parse(
             {
-                "model": {"name": "three", "num_layers": 3, "groups": groups},
-                "kv": {"page_tokens": page_tokens},
+                "model": {"name": "five", "num_layers": 5, "groups": groups},
+                "kv": {"page_tokens": 16},
                 "workload": {"requests": requests, "tokens": tokens},
-                "engine": {"prefill_chunk_tokens": 64},
+                "engine": {"prefill_chunk_tokens": 64, "draft_tokens": 4},
             }
         )
     )
 
 
 class StepArena:
-    """An arena with random device tables and steps of random lengths."""
+    """An arena with random device tables, noise in all fields, and steps of given lengths."""
 
     def __init__(self, laid: CachePlan, device: str) -> None:
         torch.manual_seed(0)
         self.plan = laid
-        self.arena = torch.zeros(laid.bytes, dtype=torch.uint8, device=device)
-        for table in laid.tables:
-            size = (laid.limits.max_requests + 1) * table.row_pages
-            ids = torch.randint(1, table.num_pages, (size,), dtype=torch.int32, device=device)
-            self.arena[table.offset : table.offset + 4 * size].view(torch.int32).copy_(ids)
-
-    def field(self, table: str, name: str, number: int) -> Tensor:
-        """The whole field of the step with serial ``number``."""
-        found = next(f for f in self.plan.fields if (f.table, f.name) == (table, name))
-        dtype = {"int32": torch.int32, "int64": torch.int64}[found.dtype]
-        start = found.offset + number % self.plan.limits.steps_in_flight * self.plan.step_bytes
-        return self.arena[start : start + dtype.itemsize * found.elements].view(dtype)
+        self.arena = torch.randint(100, (laid.bytes,), dtype=torch.uint8, device=device)
+        self.sets = field_views(laid, self.arena)
+        for table, view in zip(laid.tables, table_views(laid, self.arena).values(), strict=True):
+            view.copy_(torch.randint(1, table.num_pages, view.shape))
+            view[0] = 0
 
     def put(self, number: int, rows: Tensor, prefix: Tensor, new: Tensor) -> None:
-        """What the host sends: rows, lengths, and the first pages that are still owned."""
+        """What the host sends."""
         batch, zero = len(rows), torch.zeros(1, dtype=torch.int64)
-        self.field("", "rows", number)[:batch] = rows.int().to(self.arena.device)
-        self.field("", "prefix", number)[:batch] = prefix.int().to(self.arena.device)
-        bounds = torch.cat([zero, new.cumsum(0)]).int()
-        self.field("", "q_indptr", number)[: batch + 1] = bounds.to(self.arena.device)
-        for table in self.plan.tables:
-            owned = prefix // 64 if table.lifetime.name == "window" else torch.zeros_like(prefix)
-            self.field(table.name, "first_page", number)[:batch] = owned.int().to(self.arena.device)
+        fields = self.sets[number]
+        fields["", "rows"][:batch] = rows.to(self.arena.device)
+        fields["", "prefix"][:batch] = prefix.to(self.arena.device)
+        bounds = torch.cat([zero, new.cumsum(0)])
+        fields["", "q_indptr"][: batch + 1] = bounds.to(self.arena.device)
+        depths = torch.arange(int(new.sum())) % 3
+        fields["", "depths"][: len(depths)] = depths.to(self.arena.device)
+        if ("cross", "kv_lengths") in fields:
+            lengths = torch.arange(batch) * 11 % 41
+            fields["cross", "kv_lengths"][:batch] = lengths.to(self.arena.device)
 
-    def check(self, number: int, batch: int, want: dict[tuple[str, str], Tensor]) -> None:
-        """The fields hold ``want``."""
-        for (table, name), values in want.items():
-            got = self.field(table, name, number)[: len(values)].long()
-            assert torch.equal(got, values), (table, name)
+    def check(self, number: int, size: StepSize) -> None:
+        """Kernel and specification make the same of it, and write nothing else."""
+        before = self.arena.clone()
+        TorchIndexer(self.plan, self.arena).build(number, size)
+        want = self.arena.clone()
+        self.arena.copy_(before)
+        IndexBuild(self.plan, self.arena).build(number, size)
+        for (table, name), got in self.sets[number].items():
+            wanted = field_views(self.plan, want)[number][table, name]
+            assert torch.equal(got, wanted), (table, name)
+        assert torch.equal(self.arena, want), "something else was written"
 
 
 def check_index(device: str) -> None:
-    """Linear steps and a tree, empty requests, padded rows, two open steps; nothing else moves."""
-    laid = index_plan(5, 200)
+    """Linear steps and trees, empty requests, padding of graphs, in every set."""
+    steps = StepArena(index_plan(TABLES, 7, 200), device)
+    rows = torch.tensor([3, 1, 0, 5, 2, 7])
+    prefix = torch.tensor([100, 0, 0, 47, 95, 0])
+    new = torch.tensor([1, 40, 3, 3, 0, 0])
+    for number, size in (
+        (0, StepSize(6, 47, most_tokens=40, most_pages=13)),
+        (1, StepSize(6, 47, most_tokens=40, most_pages=13, tree=True)),
+        (2, StepSize(6, 60, most_tokens=40, most_pages=1)),
+        (2, StepSize(6, 60, most_tokens=1, most_pages=1, tree=True)),
+        (0, StepSize(0, 0, 0, 0)),
+    ):
+        steps.put(number, rows[: size.batch], prefix[: size.batch], new[: size.batch])
+        steps.check(number, size)
+    for groups in ({"state": STATE}, {"cross": CROSS}):
+        steps = StepArena(index_plan(groups, 6, 200), device)
+        steps.put(1, rows[:5], prefix[:5], new[:5])
+        steps.check(1, StepSize(5, 50, most_tokens=40, most_pages=3))
+
+
+def check_updates(device: str) -> None:
+    """Entries of all tables, in more than one program; nothing else changes."""
+    laid = index_plan(TABLES, 20, 400)
     steps = StepArena(laid, device)
-    build = IndexBuild(laid, steps.arena)
-    rows = torch.tensor([3, 1, 0, 5, 2])
-    prefix = torch.tensor([100, 0, 0, 47, 95])
-    new = torch.tensor([1, 40, 0, 3, 1])
-    for number, tree in ((0, False), (1, False), (2, True)):
-        steps.put(number, rows, prefix, new)
-        want = dict(reference_index(laid, steps.arena, number, 5, tree))
-        before = steps.arena.clone()
-        build.build(number, 5, most_tokens=40, most_pages=13, tree=tree)
-        steps.check(number, 5, want)
-        after = steps.arena.clone()
+    entries = [
+        (number, row, column)
+        for number, table in enumerate(laid.tables)
+        for row in range(1, 21)
+        for column in range(table.row_pages)
+    ]
+    chosen = torch.randperm(len(entries))[:700]
+    pages = torch.randint(1, 50, (700, 1))
+    updates = torch.cat([torch.tensor(entries)[chosen], pages], 1).int().to(device)
+    before = steps.arena.clone()
+    makers: list[Indexer] = [TorchIndexer(laid, steps.arena), IndexBuild(laid, steps.arena)]
+    results = []
+    for made in makers:
         steps.arena.copy_(before)
-        for (table, name), values in want.items():
-            steps.field(table, name, number)[: len(values)] = values
-        assert torch.equal(steps.arena, after), "something else was written"
+        made.update(updates, 650)
+        results.append(steps.arena.clone())
+    assert not torch.equal(results[0], before)
+    assert torch.equal(*results)
 
 
 def check_large_index(device: str) -> None:
     """A batch beyond one block of the prefix sum, and many parts."""
-    laid = index_plan(1500, 4096)
-    steps = StepArena(laid, device)
-    build = IndexBuild(laid, steps.arena)
+    groups = {"full": FULL, "window": WINDOW, "chunk": CHUNK}
+    steps = StepArena(index_plan(groups, 1500, 4096), device)
     rows = torch.randperm(1500) + 1
     prefix = torch.randint(0, 4000, (1500,))
     new = torch.ones(1500, dtype=torch.int64)
     new[7] = 64
     steps.put(0, rows, prefix, new)
-    want = dict(reference_index(laid, steps.arena, 0, 1500))
-    build.build(0, 1500, most_tokens=64, most_pages=256)
-    steps.check(0, 1500, want)
+    steps.check(0, StepSize(1500, 1563, most_tokens=64, most_pages=256))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from index_steps import check_index
+from index_steps import check_index, check_updates
 from kernel_cells import (
     Bench,
     Cell,
@@ -80,3 +80,7 @@ def test_foreign_ids_write_nothing_and_are_reported() -> None:
 
 def test_index() -> None:
     check_index("cpu")
+
+
+def test_updates_of_tables() -> None:
+    check_updates("cpu")

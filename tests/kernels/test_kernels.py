@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from index_steps import check_index, check_large_index
+from index_steps import check_index, check_large_index, check_updates
 from kernel_cells import (
     GEOMETRIES,
     INDEXES,
@@ -107,6 +107,7 @@ def test_foreign_ids() -> None:
 def test_index() -> None:
     check_index("cuda")
     check_large_index("cuda")
+    check_updates("cuda")
 
 
 @pytest.mark.gpu
