@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
@@ -31,8 +32,15 @@ def _problem(found: Any, model: type[BaseModel], prefix: str) -> Problem:
         )
     if found["type"] == "missing":
         return Problem(path, "nothing", "a value: the key is mandatory", f"{path}=...")
-    need = found["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return Problem(path, _show(found["input"]), need)
+    return Problem(path or "spec", _show(found["input"]), _need(found["msg"]))
+
+
+def _need(said: str) -> str:
+    """What pydantic wants, without its own words for inputs: ``at least 1 item``."""
+    said = said.removeprefix("Value error, ").removeprefix("Input should be ")
+    said = re.sub(r"^(String|Tuple|List|Dictionary) should (be |have )?", "", said)
+    said = re.sub(r" after validation, not \d+$", "", said)
+    return said.replace("match pattern", "a name that matches")
 
 
 def _show(value: object) -> str:

@@ -56,6 +56,9 @@ class Layouts(Frozen):
 
 def _layouts(value: object) -> object:
     if isinstance(value, str) or (isinstance(value, Mapping) and "k" in value):
+        both = [key for key in Layouts.model_fields if key in value]
+        if both and not isinstance(value, str):
+            raise ValueError(f"k, v and scale, or {', '.join(both)} with a layout each, not both")
         return {"tokens": value, "index": value}
     return value
 

@@ -11,8 +11,9 @@ _NEED = (
     "'a' or 'a-b' (both ends included), a slice 'start:stop:step', either with 'not ' before it,"
     " or a list"
 )
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
+_NUMBER = "[0-9]{1,18}"
+_RANGE = re.compile(f"({_NUMBER})(?:-({_NUMBER}))?")
+_SLICE = re.compile(f"(-?{_NUMBER})?:(-?{_NUMBER})?(?::({_NUMBER})?)?")
 
 
 def parse_layers(
@@ -49,7 +50,7 @@ def _from_text(text: str, num_layers: int, path: str) -> list[int]:
         named = list(range(start, end + 1)) if end < num_layers else [start, end]
     else:
         cut = _SLICE.fullmatch(body)
-        if not cut or cut[3] == "0":
+        if not cut or (cut[3] and not int(cut[3])):
             raise _wrong(path, repr(text), _NEED)
         bounds = slice(*(int(part) if part else None for part in cut.groups()))
         named = list(range(num_layers))[bounds]

@@ -16,10 +16,17 @@ FloatType = Literal["bfloat16", "float16", "float32"]
 class Frozen(BaseModel):
     """Base of every part: immutable, strict types, no unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-LayerSet = str | tuple[int, ...]
+def _set_form(value: object) -> str:
+    return "text" if isinstance(value, str) else "list"
+
+
+LayerSet = Annotated[
+    Annotated[str, Tag("text")] | Annotated[tuple[int, ...], Tag("list")],
+    Discriminator(_set_form),
+]
 
 
 class GroupBase(Frozen):
@@ -83,8 +90,8 @@ class LinearGroup(GroupBase):
     """Recurrent state, one slot a request: convolution windows and a recurrent tensor.
 
     ``conv`` lists [channels, taps - 1]; ``recurrent`` names the axes of the state in stored order,
-    for instance ``{head: 32, key: 128, value: 128}``. ``state_dtype`` is the recurrent type and
-    ``conv_dtype`` the windows' (default: the model's).
+    for instance ``{head: 32, key: 128, value: 128}``; of mamba1 they are channel and state.
+    ``state_dtype`` is the recurrent type and ``conv_dtype`` the windows' (default: the model's).
     """
 
     kind: Literal["linear"]
@@ -102,6 +109,10 @@ class LinearGroup(GroupBase):
             raise ValueError("a conv or a recurrent state to keep")
         if (self.recurrence == "none") != (self.recurrent is None):
             raise ValueError("a recurrent shape exactly where recurrence is not 'none'")
+        axes = ("channel", "state") if self.recurrence == "mamba1" else ("head", "key", "value")
+        if self.recurrent is not None and sorted(self.recurrent) != list(axes):
+            need = f"recurrent with the axes {', '.join(axes)} of recurrence {self.recurrence}"
+            raise ValueError(need)
         return self
 
 

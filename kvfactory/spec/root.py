@@ -16,13 +16,8 @@ from pydantic import BeforeValidator, Field, ValidationError
 from kvfactory.errors import SpecError
 from kvfactory.problems import from_validation
 from kvfactory.spec.kv import KV
-from kvfactory.spec.model import (
-    Frozen,
-    Model,
-    Name,
-    NonNegative,
-    Positive,
-)
+from kvfactory.spec.model import Frozen, Model, Name, NonNegative, Positive
+from kvfactory.spec.plain import plain
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -31,7 +26,7 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 def _bytes(value: object) -> object:
     if isinstance(value, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)", value)
+        found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?(KiB|MiB|GiB|TiB)", value)
         if not found:
             raise ValueError(
                 "bytes as an integer, or a number with KiB, MiB, GiB or TiB such as '64GiB'"
@@ -121,7 +116,7 @@ class Workload(Frozen):
     tokens: Annotated[int, Field(ge=1, le=2**26)] = 128
     mean_tokens: Annotated[int, Field(ge=1, le=2**26)] | None = None
     trace: str | None = None
-    step_ms: Annotated[float, Field(gt=0)] = 30.0
+    step_ms: Annotated[float, Field(gt=0, le=1e6)] = 30.0
 
 
 class Spec(Frozen):
@@ -140,9 +135,10 @@ class Spec(Frozen):
         """Validate a plain dict (from YAML, JSON or code).
 
         Raises:
-            SpecError: every malformed, missing or unknown key, each with its path and mend.
+            SpecError: every malformed, missing or unknown key, each with its path and mend; or
+                values that are no plain data.
         """
         try:
-            return cls.model_validate_json(json.dumps(data))
+            return cls.model_validate_json(json.dumps(plain(data)))
         except ValidationError as error:
             raise SpecError(*from_validation(error, cls)) from None

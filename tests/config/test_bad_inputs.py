@@ -79,7 +79,7 @@ CASES = [
     Bad("backend.deterministic=on", "backend.deterministic", "'on'", "a valid boolean"),
     Bad("backend.accuracy=best", "backend.accuracy", "'best'", "'exact' or 'fast'"),
     Bad("model.dtype=fp8", "model.dtype", "'fp8'", "'bfloat16'"),
-    Bad("workload.step_ms=nan", "workload.step_ms", "NaN", "greater than 0"),
+    Bad("workload.step_ms=nan", "workload.step_ms", "NaN", "a finite number"),
     Bad("workload.requests=99999999999", "workload.requests", "99999999999", "less than or equal"),
     # shapes of a model
     Bad("model.groups.full.kind=sliding", "model.groups.full.kind", "'sliding'", "'swa'"),

@@ -21,7 +21,7 @@ LINEAR = {
     "kind": "linear",
     "layers": "4-4",
     "conv": [[8, 3]],
-    "recurrent": {"head": 2, "key": 4},
+    "recurrent": {"head": 2, "key": 4, "value": 1},
     "recurrence": "gdn",
 }
 GROUPS = {"full": FULL, "local": LOCAL, "chunked": CHUNKED, "linear": LINEAR}
