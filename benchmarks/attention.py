@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from benchmarks.attention_scene import DIM, KV_HEADS, PAGE, Q_HEADS, Scene
 from benchmarks.by_hand import HandDecode, hand_prefill, hand_xqa
-from benchmarks.timing import Timed, race
+from benchmarks.timing import Timed, per_step_us, race
 
 SHAPES = [(64, 4096), (8, 32768), (256, 1024)]
 Rows = list[tuple[str, str, float, float]]
@@ -159,21 +158,6 @@ def _our_steps(scene: Scene, sequences: Sequence[Any], batch: int, steps: int = 
         scene.cache.commit(step)
 
     return per_step_us(one, steps)
-
-
-def per_step_us(one: Callable[[], None], steps: int) -> float:
-    """Wall microseconds of a step in a loop that never waits but at its end."""
-    for _ in range(8):
-        one()
-    found = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(steps // 5):
-            one()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - begin) / (steps // 5) * 1e6)
-    return statistics.median(found)
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Any]]] = {

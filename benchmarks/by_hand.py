@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_scene import DIM, KV_HEADS, PAGE, Q_HEADS, Scene
+from benchmarks.timing import graphed, per_step_us
 
 WORKSPACE = 512 * 2**20
 
@@ -97,9 +98,6 @@ class HandDecode:
 
     def steps_us(self, fast: bool) -> float:
         """Wall microseconds of a whole step: lists, plan, replay of all layers."""
-        from benchmarks.attention import per_step_us
-        from benchmarks.timing import graphed
-
         scene = self.scene
         q = scene.normal(self.batch, Q_HEADS, DIM)
         k, v = (scene.normal(self.batch, KV_HEADS, DIM) for _ in range(2))

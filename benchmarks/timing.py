@@ -83,3 +83,18 @@ def host_us(call: Call, calls: int = 300) -> float:
         found.append((time.perf_counter() - begin) / (calls // 9) * 1e6)
     torch.cuda.synchronize()
     return statistics.median(found)
+
+
+def per_step_us(one: Call, steps: int) -> float:
+    """Wall microseconds of a step in a loop that never waits but at its end."""
+    for _ in range(8):
+        one()
+    found = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps // 5):
+            one()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - begin) / (steps // 5) * 1e6)
+    return statistics.median(found)

@@ -20,7 +20,7 @@ FLOORS: list[set[str]] = [
     {"layouts", "quant", "memory"},
     {"planning.cacheplan", "books"},
     {"planning.geometry", "planning.storage", "planning.drafts", "backends.contract"},
-    {"flashinfer_runtime.choose", "flashinfer_runtime.sizes"},
+    {"flashinfer_runtime.choose", "flashinfer_runtime.partials", "flashinfer_runtime.sizes"},
     {"planning"},
     {"sizing"},
     {"planner"},

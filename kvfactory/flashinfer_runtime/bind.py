@@ -11,14 +11,17 @@ from kvfactory.backends import AttentionRunner, Resources
 from kvfactory.backends.contract import stored_exactly
 from kvfactory.flashinfer_runtime import sizes
 from kvfactory.flashinfer_runtime.choose import Kernels, Shape, module_key, module_keys
-from kvfactory.flashinfer_runtime.library import Library, Lists, XqaCall
+from kvfactory.flashinfer_runtime.library import Library, Lists
+from kvfactory.flashinfer_runtime.partials import Grid
 from kvfactory.flashinfer_runtime.plans import Planner, Rules
-from kvfactory.flashinfer_runtime.runner import Runner, XqaLaunch
-from kvfactory.flashinfer_runtime.schedule import Launch, Scheduler
+from kvfactory.flashinfer_runtime.runner import Runner
+from kvfactory.flashinfer_runtime.schedule import Scheduler
 from kvfactory.flashinfer_runtime.sizes import Room, Served, Slots
 from kvfactory.flashinfer_runtime.spaces import PlanArea, make_area
-from kvfactory.flashinfer_runtime.store import CopyStore, Layer, PoolStore
+from kvfactory.flashinfer_runtime.store import CopyStore, PoolStore
+from kvfactory.flashinfer_runtime.xqa import Xqa
 from kvfactory.kinds import align_up
+from kvfactory.pools import Pool
 
 
 def bind(
@@ -37,8 +40,8 @@ def bind(
             store: PoolStore | CopyStore = PoolStore(one, pool)
         else:
             store = CopyStore(one, pool, resources.workspace["dequantized"])
-        launch = binder.xqa(one) if "xqa" in one.kernels.names() else None
-        runners[one.group.name] = Runner(one, store, schedulers[one.shape], launch)
+        xqa = binder.xqa(one, pool) if "xqa" in one.kernels.names() else None
+        runners[one.group.name] = Runner(one, store, schedulers[one.shape], xqa)
     return runners
 
 
@@ -88,6 +91,7 @@ class _Binder:
             ragged=self.library.module(new) if kernels.merged else None,
             areas=self._areas(shape, kernels, slots),
             rules=Rules(deterministic, self.room.each, one.group.kind == "cross"),
+            grid=Grid(shape, self.room.sms, len(self.floats)),
         )
         return Scheduler(
             planner=planner,
@@ -98,33 +102,16 @@ class _Binder:
             copies=not one.direct,
         )
 
-    def xqa(self, one: Served) -> XqaLaunch:
-        """The launch function of a group that XQA decodes."""
-        run = self.library.xqa(module_key("xqa", one.shape))
+    def xqa(self, one: Served, pool: Pool) -> Xqa:
+        """The launches of a group that XQA decodes."""
         semaphores, scratch, _ = self._xqa(one)
-        num_sms = self.spec.device.num_sms
-
-        def launch(launch: Launch, q: Tensor, layer: Layer, out: Tensor, scale: float) -> None:
-            assert launch.tables is not None
-            assert launch.lengths is not None
-            run(
-                XqaCall(
-                    q=q.contiguous(),
-                    k=layer.k,
-                    v=layer.v,
-                    out=out,
-                    tables=launch.tables,
-                    lengths=launch.lengths,
-                    semaphores=semaphores,
-                    scratch=scratch,
-                    scale=scale * layer.k_scale,
-                    v_scale=layer.v_scale,
-                    window_left=launch.window_left,
-                    num_sms=num_sms,
-                )
-            )
-
-        return launch
+        return Xqa(
+            run=self.library.xqa(module_key("xqa", one.shape)),
+            semaphores=semaphores,
+            scratch=scratch,
+            values=pool.bound.planes[one.group.tensors[-1].name],
+            num_sms=self.spec.device.num_sms,
+        )
 
     def _areas(self, shape: Shape, kernels: Kernels, slots: Slots) -> list[list[PlanArea]]:
         num_bytes = sizes.int_bytes(shape, kernels, self.room)

@@ -44,7 +44,8 @@ class Sizes(NamedTuple):
 
     ``q_indptr`` [batch + 1] in tokens, ``kv_indptr`` [batch + 1] in pages, ``kv_tokens`` [batch].
     ``rows`` is the most query rows that the plan must hold for, ``graph`` whether its launch shape
-    has to stay the same, ``split`` whether requests may be split over keys.
+    has to stay the same, ``split`` whether requests may be split over keys, and ``idle_blocks`` how
+    many thread blocks of two per SM that must leave.
     """
 
     q_indptr: Tensor
@@ -60,6 +61,7 @@ class Sizes(NamedTuple):
     causal: bool
     window_left: int
     split: bool
+    idle_blocks: int
     soft_cap: float
 
 
@@ -233,8 +235,8 @@ class PagedModule:
             *(sizes.q_heads, sizes.kv_heads, sizes.page_tokens, sizes.graph),
             *(sizes.dim, sizes.v_dim, sizes.causal, sizes.window_left),
         )
-        fixed_split, colocated = -1, 0
-        fa2 = () if self.fa3 else (fixed_split, not sizes.split, colocated)
+        fixed_split = -1
+        fa2 = () if self.fa3 else (fixed_split, not sizes.split, sizes.idle_blocks)
         return self.functions.plan(*arguments, *fa2)
 
     def run(self, space: Space, info: Any, call: Call, lists: Lists | None) -> None:

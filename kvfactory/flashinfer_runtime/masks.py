@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfactory.flashinfer_runtime.work import Counts, Work
+from kvfactory.flashinfer_runtime.work import Counts, Lengths
 
 
 class Packed(NamedTuple):
@@ -37,37 +37,39 @@ class Cells(NamedTuple):
 
 
 def custom(
-    mask: Tensor, work: Work, page_tokens: int, window_left: int, positions: Tensor
+    mask: Tensor, lengths: Lengths, page_tokens: int, window_left: int, positions: Tensor
 ) -> Packed:
     """``mask`` bool [sum of q_tokens * tokens], as in ``AttendExtra``, packed.
 
     With ``window_left`` >= 0 keys are also hidden by position (``positions`` int64 [rows] of the
     queries), which in a draft tree is not their place in storage.
     """
-    cells, starts = _cells(work, page_tokens, mask.device)
+    cells, starts = _cells(lengths, page_tokens, mask.device)
     allowed = mask[cells.flat.clamp(max=len(mask) - 1)]
     if window_left >= 0:
-        prefix = _on(work.prefix, mask.device)[cells.entry]
-        first_row = _on(np.cumsum(work.q_tokens) - work.q_tokens, mask.device)[cells.entry]
+        prefix = _on(lengths.prefix, mask.device)[cells.entry]
+        first_row = _on(np.cumsum(lengths.q_tokens) - lengths.q_tokens, mask.device)[cells.entry]
         new = (first_row + cells.key - prefix).clamp(min=0, max=len(positions) - 1)
         at = torch.where(cells.key < prefix, cells.key, positions[new])
         allowed = allowed & (positions[cells.row] - at <= window_left)
     return _pack(allowed & cells.inside, starts, mask.device)
 
 
-def prefix_window(work: Work, page_tokens: int, window_left: int, device: torch.device) -> Packed:
-    """Which keys before the step the window of each new token reaches; ``work`` is the prefix's."""
-    cells, starts = _cells(work, page_tokens, device)
-    prefix = _on(work.prefix, device)[cells.entry]
-    first_row = _on(np.cumsum(work.q_tokens) - work.q_tokens, device)[cells.entry]
+def prefix_window(
+    lengths: Lengths, page_tokens: int, window_left: int, device: torch.device
+) -> Packed:
+    """Which keys before the step the window of each new token reaches, of the prefix's lengths."""
+    cells, starts = _cells(lengths, page_tokens, device)
+    prefix = _on(lengths.prefix, device)[cells.entry]
+    first_row = _on(np.cumsum(lengths.q_tokens) - lengths.q_tokens, device)[cells.entry]
     near = prefix + cells.row - first_row - cells.key <= window_left
     return _pack(near & cells.inside, starts, device)
 
 
-def _cells(work: Work, page_tokens: int, device: torch.device) -> tuple[Cells, Counts]:
-    skipped = work.first_page * page_tokens
-    keys = np.maximum(work.tokens - skipped, 0)
-    bits = work.q_tokens * keys
+def _cells(lengths: Lengths, page_tokens: int, device: torch.device) -> tuple[Cells, Counts]:
+    skipped = lengths.first_page * page_tokens
+    keys = np.maximum(lengths.tokens - skipped, 0)
+    bits = lengths.q_tokens * keys
     padded = ceil_div_all(bits, 8) * 8
     starts = np.cumsum(padded) - padded
     total = int(padded.sum())
@@ -75,12 +77,12 @@ def _cells(work: Work, page_tokens: int, device: torch.device) -> tuple[Cells, C
     local = torch.arange(total, device=device) - _on(starts, device)[entry]
     width = _on(np.maximum(keys, 1), device)[entry]
     query, column = local // width, local % width
-    first_row = np.cumsum(work.q_tokens) - work.q_tokens
-    first_bit = np.cumsum(work.q_tokens * work.tokens) - work.q_tokens * work.tokens
+    first_row = np.cumsum(lengths.q_tokens) - lengths.q_tokens
+    first_bit = np.cumsum(lengths.q_tokens * lengths.tokens) - lengths.q_tokens * lengths.tokens
     key = column + _on(skipped, device)[entry]
-    flat = _on(first_bit, device)[entry] + query * _on(work.tokens, device)[entry] + key
+    flat = _on(first_bit, device)[entry] + query * _on(lengths.tokens, device)[entry] + key
     inside = local < _on(bits, device)[entry]
-    row = (_on(first_row, device)[entry] + query).clamp(max=max(work.rows - 1, 0))
+    row = (_on(first_row, device)[entry] + query).clamp(max=max(int(lengths.q_tokens.sum()) - 1, 0))
     return Cells(row, key, entry, flat, inside), starts // 8
 
 

@@ -1,8 +1,9 @@
 """Host plans of one shape: made once a step, from host lengths, for all layers and groups.
 
 A plan splits the batch among thread blocks. The kernels read true lengths from the page lists, so
-a decode plan made for slightly longer requests stays right while they grow; it is made for
-``HEADROOM`` more and used until a request outgrows it or the batch changes.
+a decode plan that keeps requests whole names no lengths at all, and serves every batch of its size.
+One that splits them is made for ``HEADROOM`` more than they are, and used until a request outgrows
+it or the batch changes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 from kvfactory.errors import BooksError, Problem
 from kvfactory.flashinfer_runtime.choose import KernelName, Kernels, Shape
 from kvfactory.flashinfer_runtime.library import Module, Sizes, Space
+from kvfactory.flashinfer_runtime.partials import Grid
 from kvfactory.flashinfer_runtime.spaces import PlanArea
 from kvfactory.flashinfer_runtime.work import Counts, Work, indptr
 from kvfactory.runtime.steps import Step
 
 HEADROOM = 64
-"""A decode plan is made for requests 1/64 (at least a page) longer than they are."""
+"""A decode plan that splits is made for requests 1/64 (at least a page) longer than they are."""
 NARROW_TILE = 64
 
 
@@ -68,6 +70,7 @@ class Planner:
     ragged: Module | None
     areas: list[list[PlanArea]]
     rules: Rules
+    grid: Grid
     made: int = field(default=0)
 
     def kernel_for(self, work: Work, step: Step) -> KernelName:
@@ -96,20 +99,24 @@ class Planner:
         """The space and schedule for ``ask``, those of an earlier step where they still fit."""
         area, work = self.areas[min(step.buffer, len(self.areas) - 1)][ask.slot], ask.work
         owner = step.buffer if step.graph else 0
-        key = (ask.name, ask.window_left, owner, len(work.tokens))
+        key = (ask.name, ask.window_left, owner, work.batch)
         held = area.holder
         if isinstance(held, Held) and held.fits(key, work):
             return held.space, held.info
-        grows = ask.name == "fa2" and work.decodes and not ask.ragged
-        pages = work.pages + np.maximum(work.pages // HEADROOM, 1) if grows else work.pages
-        split = self._may_split(ask.name, work, step)
+        parts = self._parts(ask, step)
+        whole = self._whole(ask, parts)
+        grows = ask.name == "fa2" and work.decodes and not ask.ragged and not whole
+        pages = work.lengths.pages
+        if grows:
+            pages = pages + np.maximum(pages // HEADROOM, 1)
+        graph = step.graph is not None and not whole
         space, staging = area.next()
-        if step.graph and not split:
+        if graph and not parts:
             space.pinned.zero_()
-        info = self.module(ask).plan(space, self._sizes(step, ask, pages, split))
+        info = self.module(ask).plan(space, self._sizes(step, ask, pages, parts, graph))
         staging.mark()
         self.made += 1
-        area.holder = Held(key, space, info, pages, grows)
+        area.holder = Held(key, space, info, pages, int(pages.sum()), grows, whole)
         return space, info
 
     def module(self, ask: Ask) -> Module:
@@ -119,69 +126,85 @@ class Planner:
             return self.ragged
         return self.modules[ask.name]
 
-    def _sizes(self, step: Step, ask: Ask, pages: Counts, split: bool) -> Sizes:
+    def _sizes(self, step: Step, ask: Ask, pages: Counts, parts: int, graph: bool) -> Sizes:
         shape, work = self.shape, ask.work
         page_tokens = 1 if ask.ragged else shape.page_tokens
-        seen = work.tokens - work.first_page * page_tokens
+        lengths = work.lengths
+        seen = lengths.tokens - lengths.first_page * page_tokens
         return Sizes(
-            q_indptr=torch.from_numpy(indptr(work.q_tokens)),
+            q_indptr=torch.from_numpy(indptr(lengths.q_tokens)),
             kv_indptr=torch.from_numpy(indptr(pages)),
             kv_tokens=torch.from_numpy(np.maximum(seen, 0).astype(np.int32)),
-            rows=self._rows(work, step),
+            rows=self._rows(work, step) if graph else work.rows,
             q_heads=shape.q_heads,
             kv_heads=shape.kv_heads,
             page_tokens=page_tokens,
             dim=shape.dim,
             v_dim=shape.v_dim,
-            graph=step.graph is not None,
+            graph=graph,
             causal=ask.causal,
             window_left=ask.window_left,
-            split=split,
+            split=parts > 0,
+            idle_blocks=self.grid.idle_blocks(parts),
             soft_cap=shape.soft_cap,
         )
 
     def _rows(self, work: Work, step: Step) -> int:
-        """Rows that the plan holds for.
+        """Rows that a graph's plan holds for.
 
-        FlashInfer derives a graph's query tile from them; where arithmetic must not depend on the
-        batch they are made to give the tile that a request's own tokens give.
+        FlashInfer derives the query tile from them; where arithmetic must not depend on the batch
+        they are made to give the tile that a request's own tokens give.
         """
-        if step.graph is None:
-            return work.rows
+        assert step.graph is not None
         each = step.graph.each
         if self.rules.deterministic and 0 < each * self.shape.group <= NARROW_TILE:
-            return len(work.tokens) - 1 + each
+            return work.batch - 1 + each
         return step.graph.rows
 
-    def _may_split(self, name: KernelName, work: Work, step: Step) -> bool:
-        """Whether fa2 may split requests over keys.
+    def _parts(self, ask: Ask, step: Step) -> int:
+        """Into how many parts fa2 may split the requests over keys; 0: they stay whole.
 
-        Not where the parts of several rows would be laid out by lengths that the host does not
-        know, or may not know at a later replay, nor where there is no room for partial results.
+        That is where the parts of several rows would be laid out by lengths that the host does not
+        know, or may not know at a later replay.
         """
-        if name != "fa2" or self.rules.deterministic:
-            return False
+        work = ask.work
+        if ask.name != "fa2" or self.rules.deterministic:
+            return 0
         if work.decodes:
-            return True
-        roomy = self.kernels.prefill.name == "fa2" or work.longest <= self.rules.each
-        return work.settled and roomy and step.graph is None
+            return self.grid.decode_parts(work.batch, step.graph is not None)
+        if step.graph is not None or not work.settled:
+            return 0
+        return self.grid.parts(work.batch, work.rows)
+
+    def _whole(self, ask: Ask, parts: int) -> bool:
+        """Whether the plan is the same for all batches of this size."""
+        if ask.ragged or not ask.work.decodes:
+            return False
+        if ask.name == "cuda_cores":
+            return self.grid.whole_on_cuda_cores(ask.work.batch)
+        return ask.name == "fa2" and not parts
 
 
 @dataclass(frozen=True)
 class Held:
-    """What an area holds: a plan for requests of ``pages``, usable while ``grows`` and they fit."""
+    """What an area holds: a plan for requests of ``pages``, ``total`` together.
+
+    It is usable for any lengths if ``whole``, and while they fit if it ``grows``.
+    """
 
     key: object
     space: Space
     info: Any
     pages: Counts
+    total: int
     grows: bool
+    whole: bool
 
     def fits(self, key: object, work: Work) -> bool:
         """Whether the plan is right for ``work`` and not far too long for it."""
-        if not self.grows or key != self.key or not work.decodes:
+        if key != self.key or not work.decodes:
             return False
-        if not (work.pages <= self.pages).all():
-            return False
-        slack = self.pages.sum() - work.pages.sum()
-        return bool(slack <= self.pages.sum() // 8 + 2 * len(self.pages))
+        if self.whole or not self.grows:
+            return self.whole
+        spare = self.pages - work.lengths.pages
+        return bool(spare.min() >= 0 and spare.sum() <= self.total // 8 + 2 * len(spare))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,16 +12,15 @@ from kvfactory.errors import BooksError, Problem, SpecError
 from kvfactory.flashinfer_runtime import finish, masks
 from kvfactory.flashinfer_runtime.choose import FULL
 from kvfactory.flashinfer_runtime.library import Call
-from kvfactory.flashinfer_runtime.schedule import Launch, Schedule, Scheduler
+from kvfactory.flashinfer_runtime.schedule import Launch, Schedule, Scheduler, lists_of
 from kvfactory.flashinfer_runtime.sizes import Served
 from kvfactory.flashinfer_runtime.store import Layer, Store
+from kvfactory.flashinfer_runtime.xqa import Xqa
 from kvfactory.planning.cacheplan import Attention
 from kvfactory.runtime.steps import Step
 
 if TYPE_CHECKING:
     from kvfactory.backends import AttendExtra
-
-XqaLaunch = Callable[[Launch, Tensor, Layer, Tensor, float], None]
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Runner:
     served: Served
     store: Store
     scheduler: Scheduler
-    xqa: XqaLaunch | None
+    xqa: Xqa | None
 
     @property
     def takes_new(self) -> bool:
@@ -61,8 +59,11 @@ class Runner:
         self.scheduler.prepare(step, self.store.refresh())
 
     def begin(self, step: Step) -> None:
-        """Page lists for ``step``, on the device."""
+        """What ``step`` takes on the device once: further page lists, clean tails for XQA."""
         self.scheduler.begin(step)
+        if any(launch.kernel == "xqa" for launch in self.scheduler.of(step).main):
+            assert self.xqa is not None
+            self.xqa.begin(lists_of(step, self.served.shape.table))
 
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
         """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim].
@@ -109,7 +110,7 @@ class Runner:
     def _run(self, launch: Launch, parts: Parts, packed: masks.Packed | None = None) -> None:
         if launch.module is None:
             assert self.xqa is not None
-            self.xqa(launch, parts.q, parts.layer, parts.out, self.work.scale)
+            self.xqa.attend(launch, parts.q, parts.layer, parts.out, self.work.scale)
             return
         layer = parts.layer
         call = self._call(launch, parts, (layer.k, layer.v), layer.k_scale)
@@ -143,7 +144,9 @@ class Runner:
             raise BooksError(Problem("attend(mask=)", got, "a mask for an eager, decided step"))
         launch, work = self.scheduler.general(step)
         shape = self.served.shape
-        packed = masks.custom(mask, work, shape.page_tokens, shape.window_left, step.positions)
+        packed = masks.custom(
+            mask, work.lengths, shape.page_tokens, shape.window_left, step.positions
+        )
         self._run(launch, parts.first(launch.num_rows), packed)
 
     def _merged(self, parts: Parts, schedule: Schedule, extra: AttendExtra) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +14,17 @@ from kvfactory.flashinfer_runtime import masks
 from kvfactory.flashinfer_runtime.choose import FULL, KernelName, Shape
 from kvfactory.flashinfer_runtime.library import Lists, Module, Space
 from kvfactory.flashinfer_runtime.lists import ListJob, build_lists
+from kvfactory.flashinfer_runtime.partials import query_tile
 from kvfactory.flashinfer_runtime.plans import Ask, Planner
-from kvfactory.flashinfer_runtime.sizes import Slots, query_tile
+from kvfactory.flashinfer_runtime.sizes import Slots
 from kvfactory.flashinfer_runtime.work import Counts, Work, indptr, work_of
 from kvfactory.runtime.steps import Step
 
+NO_PAGE = -1
+"""A page that XQA reads as zeros."""
 
-@dataclass(frozen=True)
-class Launch:
+
+class Launch(NamedTuple):
     """One planned launch.
 
     It covers the first ``num_rows`` rows of q or, with ``rows`` int64, those; ``q_indptr`` counts
@@ -125,17 +128,24 @@ class Scheduler:
         schedule = self.of(step)
         if not schedule.busy:
             return
-        page_tokens, table = self.shape.page_tokens, step.tables[self.shape.table]
         for job in schedule.jobs:
             build_lists(job)
         for launch in schedule.main:
             if launch.tables is not None:
-                torch.index_select(table.pages, 0, step.rows, out=launch.tables)
+                self._fill_tables(launch.tables, step)
         if self.copies:
-            total = int(schedule.work.pages.sum())
+            total, page_tokens = int(schedule.work.lengths.pages.sum()), self.shape.page_tokens
             pages = lists_of(step, self.shape.table).indices[:total].long()
             within = torch.arange(page_tokens, device=pages.device)
             schedule.slots = (pages[:, None] * page_tokens + within).flatten()
+
+    def _fill_tables(self, tables: Tensor, step: Step) -> None:
+        """The block tables of the step's requests, -1 (read as zeros) for pages before a window."""
+        table = step.tables[self.shape.table]
+        torch.index_select(table.pages, 0, step.rows, out=tables)
+        if self.shape.window_left != FULL:
+            column = torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)
+            tables.masked_fill_(column < table.first_page[:, None], NO_PAGE)
 
     def main(self, step: Step) -> tuple[Launch, ...]:
         """Launches over what is stored; where steps are merged, planned when first asked for."""
@@ -177,16 +187,19 @@ class Scheduler:
         )
 
     def _plan_main(self, step: Step, schedule: Schedule) -> None:
+        """One launch, or in deterministic mode one for all requests of a query tile."""
         work = schedule.work
-        apart = self.planner.rules.deterministic and step.graph is None
-        parts = classes(work, self.shape) if apart else [np.arange(len(work.tokens))]
+        parts: list[Counts | None] = [None]
+        if self.planner.rules.deterministic and step.graph is None:
+            found = classes(work, self.shape)
+            parts = [*found] if len(found) > 1 else parts
         for slot, entries in enumerate(parts):
-            part = work if len(parts) == 1 else work.only(entries)
+            part = work if entries is None else work.only(entries)
             ask = self._ask(self.planner.kernel_for(part, step), part, slot)
             launch = self._launch(step, ask)
             if ask.name == "xqa":
                 launch = self._with_tables(step, launch)
-            if len(parts) > 1:
+            if entries is not None:
                 launch = self._over(step, schedule, launch, part, entries)
             schedule.main += (launch,)
 
@@ -196,22 +209,21 @@ class Scheduler:
         """``launch`` over some batch entries, with page lists and rows of its own."""
         device, table = step.rows.device, step.tables[self.shape.table]
         chosen = torch.from_numpy(entries).to(device, non_blocking=True)
-        lists = new_lists(len(entries), int(part.pages.sum()), device)
+        lists = new_lists(len(entries), int(part.lengths.pages.sum()), device)
         job = ListJob(
             pages=table.pages,
             rows=step.rows[chosen],
             tokens=table.kv_lengths[chosen],
             first_page=table.first_page[chosen],
             page_tokens=self.shape.page_tokens,
-            most_pages=int(part.pages.max(initial=0)),
+            most_pages=int(part.lengths.pages.max(initial=0)),
             out=lists,
         )
         schedule.jobs += (job,)
-        own = indptr(part.q_tokens)
+        own = indptr(part.lengths.q_tokens)
         starts = step.host.q_indptr[:-1][entries].astype(np.int64)
-        rows = np.repeat(starts - own[:-1], part.q_tokens) + np.arange(part.rows)
-        return replace(
-            launch,
+        rows = np.repeat(starts - own[:-1], part.lengths.q_tokens) + np.arange(part.rows)
+        return launch._replace(
             rows=torch.from_numpy(rows).to(device, non_blocking=True),
             q_indptr=torch.from_numpy(own).to(device, non_blocking=True),
             lists=lists,
@@ -220,15 +232,15 @@ class Scheduler:
     def _with_tables(self, step: Step, launch: Launch) -> Launch:
         buffer = self.xqa_tables[min(step.buffer, len(self.xqa_tables) - 1)]
         lengths = step.tables[self.shape.table].kv_lengths
-        return replace(launch, tables=buffer[: len(step.rows)], lengths=lengths)
+        return launch._replace(tables=buffer[: len(step.rows)], lengths=lengths)
 
     def _plan_merged(self, step: Step, schedule: Schedule) -> None:
         """The ragged launch over new tokens, and the paged one over what came before."""
         work, kernels = schedule.work, self.planner.kernels
         ask = self._ask(kernels.new.name, work.ragged(), self.slots.new)
         ask = ask._replace(ragged=True, causal=self.shape.causal)
-        schedule.new = (replace(self._launch(step, ask), lists=None),)
-        if (work.prefix > 0).any():
+        schedule.new = (self._launch(step, ask)._replace(lists=None),)
+        if (work.lengths.prefix > 0).any():
             schedule.prefix = (self._plan_prefix(step, schedule),)
 
     def _plan_prefix(self, step: Step, schedule: Schedule) -> Launch:
@@ -238,17 +250,17 @@ class Scheduler:
         if left is None:
             device = step.rows.device
             schedule.prefix_mask = masks.prefix_window(
-                before, shape.page_tokens, shape.window_left, device
+                before.lengths, shape.page_tokens, shape.window_left, device
             )
             left = FULL
         kernels, table = self.planner.kernels, step.tables[shape.table]
         name = (kernels.prefix if work.settled else kernels.general).name
         ask = self._ask(name, before, self.slots.prefix)._replace(causal=False, window_left=left)
-        lists = self._prefix_lists(step, len(work.tokens))
-        most = int(before.pages.max(initial=0))
+        lists = self._prefix_lists(step, work.batch)
+        most = int(before.lengths.pages.max(initial=0))
         columns = (step.rows, step.prefix, table.first_page)
         schedule.jobs += (ListJob(table.pages, *columns, shape.page_tokens, most, lists),)
-        return replace(self._launch(step, ask), lists=lists)
+        return self._launch(step, ask)._replace(lists=lists)
 
     def _prefix_lists(self, step: Step, batch: int) -> Lists:
         whole = self.prefix_lists[min(step.buffer, len(self.prefix_lists) - 1)]
@@ -263,8 +275,9 @@ def new_lists(batch: int, pages: int, device: torch.device) -> Lists:
 
 def classes(work: Work, shape: Shape) -> list[Counts]:
     """Batch entries with new tokens by the query tile that their own tokens ask for."""
-    busy = work.q_tokens.nonzero()[0]
-    tiles = [query_tile(int(n) * shape.group, shape.v_dim) for n in work.q_tokens[busy]]
+    q_tokens = work.lengths.q_tokens
+    busy = q_tokens.nonzero()[0]
+    tiles = [query_tile(int(n) * shape.group, shape.v_dim) for n in q_tokens[busy]]
     return [busy[np.equal(tiles, tile)] for tile in sorted(set(tiles))]
 
 
@@ -276,6 +289,7 @@ def prefix_window(work: Work, window_left: int) -> int | None:
     """
     if window_left == FULL:
         return FULL
-    busy = work.q_tokens[work.q_tokens > 0]
+    q_tokens = work.lengths.q_tokens
+    busy = q_tokens[q_tokens > 0]
     left = window_left - work.longest
     return left if len(busy) and (busy == busy[0]).all() and left >= 0 else None

@@ -2,7 +2,8 @@
 
 The formulas are upper bounds of what FlashInfer's own planners take from a workspace
 (``include/flashinfer/attention/scheduler.cuh``: DecodePlan, PrefillPlan, PrefillSM90Plan, MLAPlan;
-``csrc/xqa/mha_sm90.cu``), for the most requests and tokens that a step may have.
+``csrc/xqa/mha_sm90.cu``), for the most requests and tokens that a step may have. Partial results
+of requests that are split over keys grow with neither: see ``partials``.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfactory.flashinfer_runtime.choose import Kernels, Shape, choose_kernels, shape_of
+from kvfactory.flashinfer_runtime.partials import (
+    CUDA_CORE_BLOCKS_PER_SM,
+    cuda_core_bytes,
+    fa2_bytes,
+)
 from kvfactory.kinds import align_up, ceil_div
 from kvfactory.planning.cacheplan import GroupPlan, Limits
 from kvfactory.spec import Spec
 
 ALIGN = 256
-CTAS_PER_SM = 2
-DECODE_CTAS_PER_SM = 16
 MLA_WORKS = 16_384
 MLA_TILE = 128
 FA3_WORKS = 4096
+XQA_TILE = 32
 CLASSES = 3
 """Query tiles that fa2 is compiled for: 16, 64 and 128 rows."""
 
@@ -81,13 +86,14 @@ def shapes_of(served: Sequence[Served]) -> dict[Shape, Kernels]:
 def workspace_bytes(served: Sequence[Served], limits: Limits, spec: Spec) -> Mapping[str, int]:
     """Use -> bytes of everything kept beyond the pools; uses without bytes are left out."""
     room = Room.of(limits, spec.device.num_sms)
-    sets = limits.steps_in_flight + 1
+    sets, deterministic = limits.steps_in_flight + 1, spec.backend.deterministic
     shapes = shapes_of(served)
     wanted = {
-        "partial results": max((float_bytes(s, k, room) for s, k in shapes.items()), default=0),
+        "partial results": max(
+            (float_bytes(s, k, room, deterministic) for s, k in shapes.items()), default=0
+        ),
         "host plans": sum(
-            sets * Slots(k, spec.backend.deterministic).count * int_bytes(s, k, room)
-            for s, k in shapes.items()
+            sets * Slots(k, deterministic).count * int_bytes(s, k, room) for s, k in shapes.items()
         ),
         "prefix lists": sets * sum(list_bytes(one, limits) for one in _merging(served)),
         "xqa": sum(xqa_bytes(one, limits, room) for one in _with_xqa(served)),
@@ -107,38 +113,19 @@ def _with_xqa(served: Sequence[Served]) -> list[Served]:
 # ---- one shape -------------------------------------------------------------------------------
 
 
-def float_bytes(shape: Shape, kernels: Kernels, room: Room) -> int:
+def float_bytes(shape: Shape, kernels: Kernels, room: Room, deterministic: bool) -> int:
     """Partial results of kernels that split over keys, eager or in a graph."""
     sizes = [0]
     for name in kernels.names():
         if name.startswith("mla"):
             sizes.append(2 * room.sms * MLA_TILE * (2 * shape.dim + 4) + ALIGN)
-        elif name == "fa2":
-            sizes.append(_fa2_float(shape, kernels, room))
+        elif name == "fa2" and not deterministic:
+            prefills = "fa2" in {kernels.prefill.name, kernels.new.name, kernels.prefix.name}
+            longest = room.tokens if prefills else room.each
+            sizes.append(fa2_bytes(shape, longest, room.sms) + ALIGN)
         elif name == "cuda_cores":
-            rows = max(room.batch, DECODE_CTAS_PER_SM * room.sms // shape.kv_heads)
-            sizes.append(shape.q_heads * rows * 4 * (shape.v_dim + 1) + ALIGN)
+            sizes.append(cuda_core_bytes(shape, room.sms) + ALIGN)
     return align_up(max(sizes), ALIGN)
-
-
-def _fa2_float(shape: Shape, kernels: Kernels, room: Room) -> int:
-    split = CTAS_PER_SM * room.sms // shape.kv_heads
-    prefills = "fa2" in {kernels.prefill.name, kernels.new.name, kernels.prefix.name}
-    longest = room.tokens if prefills else room.each
-    eager = split * query_tile(longest * shape.group, shape.v_dim)
-    graph = 0
-    for each in {1, room.each}:
-        tile = query_tile((room.batch * each - room.batch + 1) * shape.group, shape.v_dim)
-        tiles = ceil_div(room.batch * each * shape.group, tile) + room.batch - 1
-        graph = max(graph, max(split, tiles) * tile)
-    return shape.q_heads * max(eager, graph) * 4 * (shape.v_dim + 1) + ALIGN
-
-
-def query_tile(packed_rows: int, v_dim: int) -> int:
-    """Rows of fa2's query tile for ``packed_rows`` = tokens times group (FA2DetermineCtaTileQ)."""
-    if packed_rows > 64 and v_dim < 256:
-        return 128
-    return 64 if packed_rows > 16 else 16
 
 
 def int_bytes(shape: Shape, kernels: Kernels, room: Room) -> int:
@@ -156,8 +143,7 @@ def int_bytes(shape: Shape, kernels: Kernels, room: Room) -> int:
 
 def _fa2_ints(shape: Shape, room: Room) -> int:
     tiles = ceil_div(room.tokens * shape.group, 16) + room.batch
-    ctas = max(CTAS_PER_SM, DECODE_CTAS_PER_SM) * room.sms // shape.kv_heads
-    works = max(tiles, ctas, 1)
+    works = max(tiles, CUDA_CORE_BLOCKS_PER_SM * room.sms // shape.kv_heads, 1)
     ints = 3 * (4 * works + 16) + 4 * (room.batch + 1) + 4 * (works + 1) + 4 * (room.tokens + 1)
     return ints + works + 128
 
@@ -195,11 +181,16 @@ def semaphore_bytes(one: Served, limits: Limits) -> int:
 
 
 def scratch_bytes(one: Served, room: Room) -> int:
-    """Partial rows and their sums for every part that a request's keys are split into."""
+    """Partial rows and their sums for every part that a request's keys are split into.
+
+    Requests are split only where all parts together are at most the SMs: of B = requests times key
+    heads, ``mha_sm90.cu`` makes n = round(3 * SMs // B / 4) parts of each, so n > 1 takes B <= SMs
+    / 2, and B * n <= 3 / 4 * SMs + B / 2 <= SMs; ``mha.cu`` makes SMs // B.
+    """
     shape = one.shape
-    parts = 2 * max(room.batch * shape.kv_heads, room.sms)
-    row = shape.group * 2 * shape.dim
-    return align_up(parts * (row + 8 * shape.group) + 4 * row, ALIGN)
+    rows = max(shape.group, XQA_TILE)
+    row = rows * 2 * shape.dim
+    return align_up(room.sms * (row + 8 * rows) + 4 * row, ALIGN)
 
 
 def table_bytes(one: Served, limits: Limits) -> int:

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+from flashinfer_plans import Taken, decode_plan, prefill_plan
 from flashinfer_tape import Tape
 from torch import Tensor
 
 from kvfactory.flashinfer_runtime.choose import ModuleKey
 from kvfactory.flashinfer_runtime.library import Call, Lists, Module, Sizes, Space, XqaCall
+
+H200_SMS = 132
 
 
 @dataclass
@@ -67,11 +70,20 @@ class DoubleModule:
             assert values.dtype == torch.int32
             assert not values.is_cuda
         assert len(space.ints) == len(space.pinned) > 0
+        self._check_room(space, sizes)
         copies = Sizes(*(x.clone() if isinstance(x, Tensor) else x for x in sizes))
         self.library.plans.append((self.key, copies))
         number = len(self.library.plans)
         self.library.memory[space.ints.data_ptr()] = (number, copies)
         return number
+
+    def _check_room(self, space: Space, sizes: Sizes) -> None:
+        """The real library refuses plans that outgrow their workspaces."""
+        if self.key.kernel in LENGTHS_IN_PLAN:
+            return
+        taken = taken_by(self.key, sizes)
+        assert taken.floats <= len(space.floats), "partial results outgrow their workspace"
+        assert taken.ints <= len(space.ints), "a schedule outgrows its workspace"
 
     def run(self, space: Space, info: int, call: Call, lists: Lists | None) -> None:
         self.library.calls.append((self.key, call, lists))
@@ -101,6 +113,13 @@ class DoubleModule:
 
 
 LENGTHS_IN_PLAN = ("fa3", "mla_fa2", "mla_fa3")
+
+
+def taken_by(key: ModuleKey, sizes: Sizes) -> Taken:
+    """What a plan of fa2 or of the CUDA cores takes."""
+    if key.kernel == "cuda_cores":
+        return decode_plan(sizes, H200_SMS, blocks_per_sm=16)
+    return prefill_plan(sizes, H200_SMS)
 
 
 def _check(key: ModuleKey, call: Call, lists: Lists | None) -> None:
@@ -133,6 +152,7 @@ def _paged(key: ModuleKey, call: Call, lists: Lists, sizes: Sizes) -> list[tuple
     indptr, last = lists.indptr.tolist(), lists.last_page.tolist()
     planned = sizes.kv_indptr.tolist()
     assert len(planned) == len(indptr)
+    split = key.kernel not in LENGTHS_IN_PLAN and taken_by(key, sizes).split
     spans = []
     for entry in range(len(last)):
         start, stop = indptr[entry], indptr[entry + 1]
@@ -142,7 +162,8 @@ def _paged(key: ModuleKey, call: Call, lists: Lists, sizes: Sizes) -> list[tuple
             tokens = int(sizes.kv_tokens[entry])
         else:
             room = planned[entry + 1] - planned[entry]
-            assert stop - start <= room, "a request outgrew its plan"
+            assert stop - start <= room or not split, "a request outgrew its plan"
+            assert key.kernel == "fa2" or stop - start == room or not split, "not as planned"
         pages = lists.indices[start : start + -(-tokens // page_tokens)].long()
         spans.append(tuple(x[pages].flatten(0, 1)[:tokens] for x in (call.k, call.v)))
     return spans
@@ -192,15 +213,22 @@ def _seen(call: Call, entry: int, queries: int, keys: int) -> Tensor:
 
 
 def _xqa(call: XqaCall) -> None:
+    """Tiles of 64 tokens are read whole, pages of -1 as zeros; a weight of 0 keeps NaN in V."""
     page_tokens = call.k.shape[1]
     assert not call.semaphores.any()
     assert call.q.is_contiguous()
     for entry, tokens in enumerate(call.lengths.tolist()):
         pages = call.tables[entry, : -(-tokens // page_tokens)].long()
-        k, v = (x[pages].flatten(0, 1)[:tokens].double() for x in (call.k, call.v))
+        k, v = (_rows_of(x, pages).double() for x in (call.k, call.v))
         first = max(0, tokens - call.window_left - 1) if call.window_left >= 0 else 0
+        poisoned = v[first // 64 * 64 :].isnan().any()
         group = call.q.shape[1] // k.shape[1]
-        k, v = (x[first:].repeat_interleave(group, 1) for x in (k, v))
+        k, v = (x[first:tokens].repeat_interleave(group, 1) for x in (k, v))
         logits = torch.einsum("hd,khd->hk", call.q[entry].double(), k) * call.scale
         out = torch.einsum("hk,khd->hd", logits.softmax(-1), v) * call.v_scale
-        call.out[entry] = out.to(call.out.dtype)
+        call.out[entry] = torch.nan if poisoned else out.to(call.out.dtype)
+
+
+def _rows_of(stored: Tensor, pages: Tensor) -> Tensor:
+    rows = stored[pages.clamp(min=0)].float()
+    return rows.masked_fill((pages < 0)[:, None, None, None], 0).flatten(0, 1)

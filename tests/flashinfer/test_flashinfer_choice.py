@@ -6,16 +6,13 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 from flashinfer_scene import FP8, GROUP, H200, LATENT, WINDOW, make_spec, plan_of
 
 from kvfactory.backends.flashinfer import FlashInferBackend
 from kvfactory.errors import BuildError, CapabilityError, SpecError
-from kvfactory.flashinfer_runtime import sizes
-from kvfactory.flashinfer_runtime.choose import Kernels, Shape
+from kvfactory.flashinfer_runtime.choose import Kernels
 from kvfactory.flashinfer_runtime.library import installed
-from kvfactory.flashinfer_runtime.sizes import Room, query_tile
 
 BACKEND = FlashInferBackend()
 
@@ -165,62 +162,6 @@ def test_a_gpu_backend_on_a_cpu_says_what_is_missing_and_ends_in_2() -> None:
 
 
 # ---- bytes -----------------------------------------------------------------------------------
-
-
-def fa2_takes(shape: Shape, q_tokens: Any, pages: Any, sms: int, rows: int = 0) -> tuple[int, int]:
-    """Float and int bytes that FlashInfer's PrefillPlan takes; with ``rows`` as in a graph."""
-    packed, batch = q_tokens * shape.group, len(q_tokens)
-    most = 2 * sms // shape.kv_heads
-    longest = rows - batch + 1 if rows else int(q_tokens.sum()) // batch
-    tile = query_tile(longest * shape.group, shape.v_dim)
-    tiles = -(-packed // tile)
-    low, high = max(128 // shape.page_tokens, 1), max(1, int(pages.max()))
-    while low < high:
-        middle = (low + high) // 2
-        if (tiles * -(-np.maximum(pages, 1) // middle)).sum() > most:
-            low = middle + 1
-        else:
-            high = middle
-    split = bool(rows) or low < pages.max()
-    works = int((tiles * -(-np.maximum(pages, 1) // low)).sum())
-    if rows:
-        works = max(most, -(-rows * shape.group // tile) + batch - 1)
-    floats = shape.q_heads * works * tile * 4 * (shape.v_dim + 1) + 32 if split else 0
-    ints = (
-        3 * (4 * works + 16)
-        + 4 * (batch + 1)
-        + 64
-        + 4 * (max(rows, int(q_tokens.sum())) + 1)
-        + works
-    )
-    return floats, ints
-
-
-@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (64, 4), (8, 1)])
-@pytest.mark.parametrize("quant", ["plain", "fp8_e4m3"])
-def test_reserved_bytes_hold_what_flashinfer_takes(heads: tuple[int, int], quant: str) -> None:
-    q_heads, kv_heads = heads
-    group = {**GROUP, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": 128}
-    kv = {"quant": {"k": quant, "v": quant}}
-    plan = plan_of({"main": group}, kv=kv, engine={"max_requests": 64, "prefill_chunk_tokens": 512})
-    (one,) = BACKEND.served(plan.groups, plan.spec)
-    room = Room.of(plan.limits, 132)
-    floats = sizes.float_bytes(one.shape, one.kernels, room)
-    ints = sizes.int_bytes(one.shape, one.kernels, room)
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        batch = int(random.integers(1, 65))
-        pages = random.integers(1, 4000, batch)
-        steps = [np.ones(batch, np.int64)]
-        if one.kernels.prefill.name == "fa2":
-            steps.append(np.minimum(random.integers(1, 512 // batch + 2, batch), 512))
-        for q_tokens in steps:
-            taken = fa2_takes(one.shape, q_tokens, pages, 132)
-            assert taken[0] <= floats
-            assert taken[1] <= ints
-        taken = fa2_takes(one.shape, np.ones(batch, np.int64), pages, 132, rows=batch)
-        assert taken[0] <= floats
-        assert taken[1] <= ints
 
 
 def test_every_byte_kept_is_a_row_of_the_plan() -> None:
