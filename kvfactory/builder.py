@@ -1,8 +1,13 @@
-"""``build``: the composition root. A plan becomes memory, pools, books and backends, only here."""
+"""``build``: the composition root. A plan becomes memory, pools, books and backends, only here.
+
+On a GPU it also compiles every kernel that the plan can launch, so that an engine's loop never
+waits for a compiler.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,18 +48,34 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
     if not plan.counted_bytes:
         _load_constants(plan, pools)
     runners, selectors = _bind(plan, pools, arena)
-    return Cache(
-        Parts(
-            plan=plan,
-            arena=arena,
-            books=Books(books_shape(plan)),
-            pools=pools,
-            runners=runners,
-            selectors=selectors,
-            buffers=StepBuffers(plan, arena),
-            errors=errors,
-        )
+    parts = Parts(
+        plan=plan,
+        arena=arena,
+        books=Books(books_shape(plan)),
+        pools=pools,
+        runners=runners,
+        selectors=selectors,
+        buffers=StepBuffers(plan, arena),
+        errors=errors,
     )
+    return Cache(_with_kernels(parts) if arena.is_cuda else parts)
+
+
+def _with_kernels(parts: Parts) -> Parts:
+    """``parts`` whose layers write in one launch, with all kernels compiled."""
+    from kvfactory.kernels import FusedWrites, TritonOps, warm_up
+    from kvfactory.kernels.index import IndexBuild
+
+    fused, indexer = FusedWrites(parts.arena), parts.buffers.indexer
+    wanted = [
+        kernel
+        for pool in parts.pools.values()
+        if isinstance(pool.ops, TritonOps)
+        for kernel in pool.ops.kernels()
+    ]
+    assert isinstance(indexer, IndexBuild)
+    warm_up([*indexer.kernels(), *fused.kernels(parts.plan, parts.pools), *wanted])
+    return replace(parts, write=fused.run)
 
 
 def _error_words(plan: CachePlan, arena: Tensor) -> ErrorWords | None:

@@ -180,6 +180,11 @@ def update_tables(arena, updates, n, SPEC: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.load(update + 2, mask=live, other=0)
     page = tl.load(update + 3, mask=live, other=0)
     for i in tl.static_range(count(SPEC, "tables")):
-        TABLE: tl.constexpr = get(SPEC, "tables", i)
-        spots = _ints(arena, 0, get(TABLE, "pages")) + row * get(TABLE, "row_pages") + column
-        tl.store(spots, page, mask=live & (owner == i))
+        _update_table(arena, row, column, page, live & (owner == i), get(SPEC, "tables", i))
+
+
+@triton.jit
+def _update_table(arena, row, column, page, own, TABLE: tl.constexpr):
+    """Those of the updates that are for ``TABLE``."""
+    spots = _ints(arena, 0, get(TABLE, "pages")) + row * get(TABLE, "row_pages") + column
+    tl.store(spots, page, mask=own)

@@ -67,6 +67,7 @@ class Kernel:
         }
         self.interpreted = not isinstance(function, triton.JITFunction)
         self._padding = (None,) * len(baked)
+        self._compiled: Any = None
         self._run: Any = None
 
     def source(self) -> ASTSource:
@@ -85,11 +86,17 @@ class Kernel:
             found |= {path: [["tt.divisibility", 16]] for path in paths}
         return found
 
+    def compile(self) -> None:
+        """Compile for the current device; several kernels may do so in threads."""
+        if not self.interpreted and self._compiled is None:
+            self._compiled = triton.compile(self.source(), options=self.options)
+
     def warm(self) -> None:
         """Compile for the current device and load, so that a launch in a graph can."""
         if self.interpreted or self._run is not None:
             return
-        compiled = triton.compile(self.source(), options=self.options)
+        self.compile()
+        compiled = self._compiled
         self._streams = triton.runtime.driver.active.get_current_stream
         self._device = triton.runtime.driver.active.get_current_device()
         self._run = compiled.run  # loads the module, which the next line needs

@@ -1,13 +1,13 @@
 """``TritonOps``: a pool's operations as kernels, one launch each over all planes.
 
-What a group can launch is known from its plan; ``warm`` compiles it, so that nothing compiles in an
-engine's loop. Rows of another type than the tensor's own, unaligned rows and 64-bit counts are
-compiled when they first appear.
+What a group can launch is known from its plan; ``build`` compiles it (``kernels``), so that nothing
+compiles in an engine's loop. Rows of another type than the tensor's own, unaligned rows and 64-bit
+counts are compiled when they first appear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ def kernel_ops(errors: ErrorWords, debug: bool = False) -> MakeOps:
 class TritonOps:
     """``Ops`` in Triton; the arena's device must be the current one.
 
-    ``error`` int64 [1] receives an id that was not in the pool, when there is one.
+    ``error`` int64 [1] receives an id that was not in the pool, when there is one; ``rows`` is what
+    writes bake in of the tensors ``names``.
     """
 
     def __init__(
@@ -64,16 +65,15 @@ class TritonOps:
         error: Tensor,
         debug: bool = False,
     ) -> None:
-        self._views, self._arena, self._error = views, views.arena, error
+        self._views, self._arena, self.error = views, views.arena, error
         self._kernels = GroupKernels(views, codecs, debug)
-        self._names = self._kernels.names
-        self._rows = self._kernels.rows(self._names)
+        self.names = self._kernels.names
+        self.rows = self._kernels.rows(self.names)
         self._forms: dict[Any, tuple[Kernel, tuple[int, ...]]] = {}
 
-    def warm(self) -> None:
-        """Compile and load all that the plan can launch."""
-        for kernel in self._kernels.likely():
-            kernel.warm()
+    def kernels(self) -> Iterator[Kernel]:
+        """All that the plan can launch, for a warm-up."""
+        return self._kernels.likely()
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -82,14 +82,14 @@ class TritonOps:
     ) -> None:
         """Encode ``rows`` (tensor name -> float [n, *axes]) and store them at ``slots``."""
         n = slots.shape[0]
-        xs = [rows[name] for name in self._names]
+        xs = [rows[name] for name in self.names]
         mode, flags, width = _keep(keep, slots)
         key = (mode, flags.dtype, *[(x.dtype, x.stride(), x.data_ptr() % 16) for x in xs])
         form = self._forms.get(key)
         if form is None:
             form = self._new_form(xs, mode, flags.dtype)
             if form is None:
-                dense = {name: x.contiguous() for name, x in zip(self._names, xs, strict=True)}
+                dense = {name: x.contiguous() for name, x in zip(self.names, xs, strict=True)}
                 self.write(layer_index, slots, dense, keep)
                 return
             if len(self._forms) > MOST_FORMS:
@@ -97,18 +97,18 @@ class TritonOps:
             self._forms[key] = form
         kernel, steps = form
         kernel.launch(
-            row_programs(self._rows, n),
-            self._arena, self._error, slots, flags, n, width, layer_index, tuple(xs), steps,
+            row_programs(self.rows, n),
+            self._arena, self.error, slots, flags, n, width, layer_index, tuple(xs), steps,
         )  # fmt: skip
 
     def _new_form(
         self, xs: Sequence[Tensor], mode: int, flags: torch.dtype
     ) -> tuple[Kernel, tuple[int, ...]] | None:
         """The kernel for rows of these types and strides, and its steps; None if not steppable."""
-        specs = self._rows.tensors
-        if not all(map(_steppable, xs, specs)):
+        specs = self.rows.tensors
+        if not all(map(steppable, xs, specs)):
             return None
-        steps, aligned = _steps(xs, specs)
+        steps, aligned = entry_steps(xs, specs)
         return self._kernels.write(tuple(x.dtype for x in xs), mode, flags, aligned), steps
 
     def read(
@@ -123,7 +123,7 @@ class TritonOps:
         kernel = self._kernels.read(chosen, dtype)
         kernel.launch(
             row_programs(self._kernels.rows(chosen), n),
-            self._arena, self._error, slots, n, layer_index, tuple(found.values()),
+            self._arena, self.error, slots, n, layer_index, tuple(found.values()),
         )  # fmt: skip
         return found
 
@@ -164,7 +164,7 @@ class TritonOps:
         n = len(pages)
         mode, flags = _mask(keep, pages)
         programs = copy_programs(self._kernels.pages, n)
-        self._kernels.zero(mode).launch(programs, self._arena, self._error, pages, flags, n)
+        self._kernels.zero(mode).launch(programs, self._arena, self.error, pages, flags, n)
 
     def move(
         self, dst_slots: Tensor, src_slots: Tensor, keep: Keep | None, disjoint: bool = False
@@ -190,7 +190,7 @@ class TritonOps:
         else:
             self._move_through_image(spec, dst, src, keep)
             return
-        kernel.launch(programs, self._arena, self._error, dst, src, flags, n)
+        kernel.launch(programs, self._arena, self.error, dst, src, flags, n)
 
     def _move_through_image(
         self, spec: CopySpec, dst: Tensor, src: Tensor, keep: Keep | None
@@ -216,7 +216,7 @@ class TritonOps:
         kernel = self._kernels.dense(spec, mode, flags.dtype, into, image)
         kernel.launch(
             copy_programs(spec, n),
-            self._arena, self._error, ids, flags, n, width, layer_index, data,
+            self._arena, self.error, ids, flags, n, width, layer_index, data,
         )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def _outermost_is_row(spec: TensorSpec) -> bool:
     return spec.row_extents != (1,) and spec.steps[0] > spec.along
 
 
-def _steppable(x: Tensor, spec: TensorSpec) -> bool:
+def steppable(x: Tensor, spec: TensorSpec) -> bool:
     """Whether entries and outermost rows step evenly over dense memory."""
     loose = 2 if _outermost_is_row(spec) else 1
     step, dense = 1, True
@@ -254,7 +254,7 @@ def _steppable(x: Tensor, spec: TensorSpec) -> bool:
     return dense
 
 
-def _steps(xs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], bool]:
+def entry_steps(xs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], bool]:
     """Per tensor the steps of entries and of its outermost rows, and whether 16 bytes divide all.
 
     In units of 16 bytes then, else in elements.

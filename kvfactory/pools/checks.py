@@ -90,7 +90,14 @@ def flat_ids(views: GroupViews, ids: Ids, what: str, mask: Tensor | None = None)
         SpecError: not integers.
         BooksError: an id on the host that is not in the pool.
     """
-    return _in_pool(views, as_ids(ids, what), what, mask).to(views.arena.device).contiguous()
+    return sent(_in_pool(views, as_ids(ids, what), what, mask), views.arena.device).contiguous()
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` on ``device``, in the order of its current stream; nobody waits for that."""
+    if values.device == device or device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def host_ids(views: GroupViews, ids: Ids, what: str) -> list[int]:
@@ -138,9 +145,9 @@ def entries(
     device = views.arena.device
     keep = None
     if mask is not None:
-        keep = Keep(mask=mask.reshape(-1).to(device))
+        keep = Keep(mask=sent(mask.reshape(-1), device))
     if counts is not None:
-        keep = Keep(counts=counts.to(device), width=slots.shape[1])
+        keep = Keep(counts=sent(counts, device), width=slots.shape[1])
         mask = Keep(counts=counts, width=slots.shape[1]).as_mask()
     return Entries(flat_ids(views, slots, "slots", mask), keep, tuple(slots.shape))
 

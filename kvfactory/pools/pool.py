@@ -240,7 +240,7 @@ class Pool:
         self.move_pages(pairs[:, 1], pairs[:, 0])
 
     def _keep(self, mask: Tensor | None) -> Keep | None:
-        return None if mask is None else Keep(mask=mask.to(self.bound.arena.device))
+        return None if mask is None else Keep(mask=checks.sent(mask, self.bound.arena.device))
 
     def zero(self, pages: Ids, mask: Tensor | None = None) -> None:
         """All planes and layers of ``pages`` [n] become 0; ``mask`` bool [n] leaves pages out."""

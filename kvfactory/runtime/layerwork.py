@@ -54,8 +54,7 @@ class LayerWork:
             writes.append(self._ready(route, step, given, ATTENTION_ROWS))
         if not given.keys().isdisjoint(INDEX_ROWS):
             writes.append(self._ready(self.router.index(layer, ""), step, given, INDEX_ROWS))
-        for write in writes:
-            write.run()
+        self._parts.write(writes)
 
     def _ready(
         self, route: Route, step: Step, given: Mapping[str, Tensor], names: tuple[str, str]

@@ -1,12 +1,18 @@
-"""On a GPU: the same answers, images through pinned memory, gates by events, no waiting."""
+"""On a GPU: the same answers, images through pinned memory, gates by events, no waiting.
+
+What a step makes on the device is what the books say; nothing is compiled after ``build``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from cache_support import MODELS, Driver, Feed, cache_of, close_to, scratch, some_tokens
+from test_cache_lengths import UNDECIDED, check_agreement
 
 from kvfactory.cache import Cache
 
@@ -22,7 +28,7 @@ ATTENDING = sorted(
 )
 
 
-def _cache(model: str, **parts: Any) -> Cache:
+def _here() -> dict[str, Any]:
     card = torch.cuda.get_device_properties(0)
     device = {
         "name": "here",
@@ -30,7 +36,20 @@ def _cache(model: str, **parts: Any) -> Cache:
         "sm": card.major * 10 + card.minor,
         "num_sms": card.multi_processor_count,
     }
-    return cache_of(model, device=device, backend={"name": "torch"}, **parts)
+    return {"device": device, "backend": {"name": "torch"}}
+
+
+def _cache(model: str, **parts: Any) -> Cache:
+    return cache_of(model, **_here(), **parts)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("model", ATTENDING)
@@ -52,11 +71,134 @@ def test_writing_waits_for_nothing() -> None:
     feed.run(step, some_tokens(9))
     k, v = torch.randn(9, 32, device="cuda"), None
     keys = torch.randn(2, 16, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with _no_waiting():
         cache.write(0, step, k=k, v=v, index_k=keys)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_steps_are_what_the_books_say() -> None:
+    check_agreement(_here())
+
+
+def test_steps_wait_for_nothing() -> None:
+    """New and forked sequences, windows that let go, counts on the device, trees, graphs."""
+    cache = _cache("windows", engine={"draft_tokens": 3})
+    sequences = cache.open(2)
+    graph = cache.graph(3, tokens=2)
+    counts = torch.tensor([1, 2], device="cuda")
+    with _no_waiting():
+        cache.commit(cache.extend(sequences, [22, 5]))
+        cache.fork(sequences[0], 1)
+        for _ in range(6):
+            first = cache.extend(sequences, 3)
+            second = cache.extend(sequences, 2)
+            cache.commit(first, counts)
+            cache.fill(graph, second)
+            cache.commit(second)
+            torch.cuda._sleep(1_000_000)
+    torch.cuda.synchronize()
+    with _no_waiting():
+        step = cache.extend(sequences, 4, [-1, 0, 0, 1] * 2)
+        cache.commit(step, [[0, 2], [0]])
+
+
+@pytest.mark.parametrize("model", UNDECIDED)
+def test_counts_on_the_device_shorten_open_steps(model: str) -> None:
+    cache = _cache(model, engine={"draft_tokens": 3})
+    driver, tokens = Driver(cache), some_tokens(13)
+    a, b = driver.open(2)
+    driver.step({a: tokens, b: tokens[:6]})
+    drafts, kept = some_tokens(8, 5), torch.tensor([2, 3], device="cuda")
+    first = cache.extend([a, b], 4)
+    driver.feed.run(first, drafts)
+    second = cache.extend([b, a], 1)
+    torch.cuda._sleep(50_000_000)  # the counts have not landed when the next step is made
+    cache.commit(first, kept)
+    out = driver.feed.run(second, [3, 1])
+    cache.commit(second)
+    a_tokens, b_tokens = tokens + drafts[:2], tokens[:6] + drafts[4:7]
+    third = cache.extend([a], 1)
+    last = driver.feed.run(third, [9])
+    host = cache_of(model)
+    close_to(out.cpu()[1], scratch(host, [*a_tokens, 1])[-1])
+    close_to(out.cpu()[0], scratch(host, [*b_tokens, 3])[-1])
+    close_to(last.cpu(), scratch(host, [*a_tokens, 1, 9])[-1:])
+
+
+def test_more_updates_of_tables_than_a_step_has_room_for() -> None:
+    cache = _cache("full", kv={"page_tokens": 1}, workload={"requests": 12, "tokens": 64})
+    room = next(f for f in cache.plan.fields if f.name == "updates").elements // 4
+    sequences = cache.open(12)
+    for sequence in sequences:
+        cache.commit(cache.extend([sequence], 60))
+    cache.close(sequences[1:])
+    step = cache.extend([sequences[0]], 1)
+    assert len(step.host.tables["full"].updates) > room
+    pages = step.tables["full"].pages.cpu().numpy()
+    assert (pages == cache.books.rows("full")).all()
+
+
+@pytest.mark.parametrize("model", ["dsa", "minimax", "all"])
+def test_after_build_nothing_is_compiled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with every operation, from the first prefill on; and a layer writes in one launch."""
+    import triton
+
+    from kvfactory.kernels.launch import Kernel
+
+    tree = {"draft_tokens": 4, "draft_tree": True}
+    cache = _cache(model, engine=tree)
+    compiled: list[object] = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda **found: compiled.append(found["src"])
+    )
+    driver, tokens = Driver(cache), some_tokens(13)
+    (a,) = driver.open()
+    driver.step({a: tokens})
+    (b,) = driver.fork(a, 1)
+    driver.step({a: [1], b: [2, 3]})
+    step = cache.extend([a], 5, [-1, 0, 0, 1, 2])
+    driver.feed.run(step, some_tokens(5))
+    cache.commit(step, [[0, 2, 4]])
+    segment = cache.hold(b, 15)
+    cache.close([b])
+    (c,) = driver.open(prefix=[segment])
+    cache.release(segment)
+    (a,) = cache.load(cache.offload([a]))
+    graph = cache.graph(4)
+    step = cache.extend([a, c], 1)
+    cache.fill(graph, step)
+    driver.feed.run(graph.step, [4, 5, 0, 0])
+    cache.commit(step)
+    assert not compiled
+    launches: list[str] = []
+    launch = Kernel.launch
+
+    def counting(kernel: Kernel, programs: int, *values: Any) -> None:
+        launches.append(kernel.function.__name__)
+        launch(kernel, programs, *values)
+
+    monkeypatch.setattr(Kernel, "launch", counting)
+    step = cache.extend([a], 3)
+    for layer in range(cache.plan.spec.model.num_layers):
+        rows = _rows_of(cache, layer, 3)
+        if len(rows) > 2:
+            launches.clear()
+            cache.write(layer, step, **rows)
+            assert launches == ["write_groups"]
+
+
+def _rows_of(cache: Cache, layer: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Rows of everything that ``layer`` stores per token, by the names that ``write`` takes."""
+    rows: dict[str, torch.Tensor] = {}
+    for group in cache.groups(layer):
+        index = group.kind == "sparse_index"
+        if group.kind == "linear" or layer not in group.layers:
+            continue
+        for name, tensor in zip(
+            ("index_k", "index_v") if index else ("k", "v"), group.tensors, strict=False
+        ):
+            shape = [extent for _, extent in tensor.logical.axes]
+            rows[name] = torch.randn(tokens, *shape, device="cuda")
+    return rows
 
 
 def test_a_gate_orders_streams() -> None:

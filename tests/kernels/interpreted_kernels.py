@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fused_writes import check_apart, check_fused
 from index_steps import check_index, check_updates
 from kernel_cells import (
     Bench,
@@ -84,3 +85,8 @@ def test_index() -> None:
 
 def test_updates_of_tables() -> None:
     check_updates("cpu")
+
+
+def test_one_launch_for_all_groups_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fused("cpu", monkeypatch)
+    check_apart("cpu", monkeypatch)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fused_writes import check_apart, check_fused
 from index_steps import check_index, check_large_index, check_updates
 from kernel_cells import (
     GEOMETRIES,
@@ -108,6 +109,13 @@ def test_index() -> None:
     check_index("cuda")
     check_large_index("cuda")
     check_updates("cuda")
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_one_launch_for_all_groups_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fused("cuda", monkeypatch)
+    check_apart("cuda", monkeypatch)
 
 
 @pytest.mark.gpu
