@@ -71,55 +71,62 @@ def step_unit(pointer, aligned):
 
 @triton.constexpr_function
 def vectors(tensor, pointer, aligned):
-    """16-byte vectors of a row that one thread loads side by side: 4 for four-bit formats.
+    """Elements in four vectors of 16 bytes, where a thread should load so many side by side.
 
-    Those take more of them to fill 16 bytes encoded than the compiler would give a thread.
+    Four-bit formats take more to fill 16 bytes encoded than the compiler would give a thread.
     """
     data = tensor.planes[0]
     packed = data.extent * data.itemsize * 2 <= tensor.extent
     elements = 4 * 128 // pointer.element_ty.primitive_bitwidth
-    return 4 if aligned and packed and tensor.along == 1 and tensor.width >= elements else 1
+    return elements if aligned and packed and tensor.along == 1 and tensor.width >= elements else 0
+
+
+@triton.constexpr_function
+def word_type(pointer):
+    """What vectors are loaded as: two elements of 16 bits are one word, which moves whole."""
+    return tl.int32 if pointer.element_ty.primitive_bitwidth == 16 else pointer.element_ty
 
 
 @triton.jit
-def _load_vectors(start, live, TENSOR: tl.constexpr, NTH: tl.constexpr, OF: tl.constexpr):
-    """Every NTH of OF vectors [R, P / OF / V, V] of the rows at ``start`` [R]."""
-    WIDTH: tl.constexpr = get(TENSOR, "width")
-    V: tl.constexpr = 128 // start.dtype.element_ty.primitive_bitwidth
-    block = tl.arange(0, WIDTH // (OF * V)) * (OF * V) + NTH * V
-    inner = block[:, None] + tl.arange(0, V)[None, :]
-    mask = live[:, None, None] & (inner < get(TENSOR, "extent"))[None, :, :]
-    spots = start[:, None, None] + inner[None, :, :]
-    if WIDTH == get(TENSOR, "extent"):
-        return tl.load(spots, mask=mask).to(tl.float32)
+def _load_rows(start, live, TENSOR: tl.constexpr):
+    """The rows [R, P] at ``start`` [R]."""
+    inner = tl.arange(0, get(TENSOR, "width"))
+    mask = live[:, None] & (inner < get(TENSOR, "extent"))[None, :]
+    spots = start[:, None] + (inner * get(TENSOR, "along"))[None, :]
+    if get(TENSOR, "width") == get(TENSOR, "extent"):
+        return tl.load(spots, mask=mask)  # rows that are not live are not stored either
     else:
-        return tl.load(spots, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(spots, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_rows(start, live, TENSOR: tl.constexpr, VECTORS: tl.constexpr):
-    """The rows [R, P] at ``start`` [R]; a thread gets VECTORS neighbouring vectors of a row.
+def _load_vectors(start, inner, live, TENSOR: tl.constexpr):
+    """Rows [R, P] of which a thread gets four neighbouring vectors of 16 bytes.
 
-    Then it owns whole groups of a format and stores 16 encoded bytes, without an exchange. They
-    become float32 here, since halves of registers are awkward to rearrange.
+    Then it owns whole groups of a format and stores 16 encoded bytes, without an exchange.
+    ``start`` [R * P / 4 / V] are the addresses of such fours, ``inner`` where they lie in the row.
     """
-    R: tl.constexpr = live.shape[0]
+    ELEMENT: tl.constexpr = start.dtype.element_ty
+    WORD: tl.constexpr = word_type(start.dtype)
+    V: tl.constexpr = 128 // WORD.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
     WIDTH: tl.constexpr = get(TENSOR, "width")
-    if VECTORS == 1:
-        inner = tl.arange(0, WIDTH)
-        mask = live[:, None] & (inner < get(TENSOR, "extent"))[None, :]
-        spots = start[:, None] + (inner * get(TENSOR, "along"))[None, :]
-        if WIDTH == get(TENSOR, "extent"):
-            return tl.load(spots, mask=mask)  # rows that are not live are not stored either
-        else:
-            return tl.load(spots, mask=mask, other=0.0)
+    R: tl.constexpr = start.shape[0] * 4 * VECTOR // WIDTH
+    spots = start.to(tl.pointer_type(WORD))[:, None] + tl.arange(0, V)[None, :]
+    mask = live[:, None]
+    left = get(TENSOR, "extent") - inner[:, None]
+    a = tl.load(spots, mask=mask & (left > 0), other=0)
+    b = tl.load(spots + V, mask=mask & (left > VECTOR), other=0)
+    c = tl.load(spots + 2 * V, mask=mask & (left > 2 * VECTOR), other=0)
+    d = tl.load(spots + 3 * V, mask=mask & (left > 3 * VECTOR), other=0)
+    four = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 3, 2, 1))
+    words = tl.reshape(four, (R, WIDTH * V // VECTOR))
+    if V == VECTOR:
+        return words
     else:
-        a = _load_vectors(start, live, TENSOR, 0, VECTORS)
-        b = _load_vectors(start, live, TENSOR, 1, VECTORS)
-        c = _load_vectors(start, live, TENSOR, 2, VECTORS)
-        d = _load_vectors(start, live, TENSOR, 3, VECTORS)
-        quad = tl.join(tl.join(a, b), tl.join(c, d))
-        return tl.reshape(tl.permute(quad, (0, 1, 4, 3, 2)), (R, WIDTH))
+        low = words.to(tl.int16).to(ELEMENT, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(ELEMENT, bitcast=True)
+        return tl.reshape(tl.join(low, high), (R, WIDTH))
 
 
 @triton.jit
@@ -276,6 +283,14 @@ def write(
 
 
 @triton.jit
+def _begin(flat, entry_step, first_step, TENSOR: tl.constexpr):
+    """The entries that have the rows ``flat`` of all, and where the rows begin."""
+    ROWS: tl.constexpr = slot_rows(TENSOR)
+    entry = flat // ROWS
+    return entry, entry.to(tl.int64) * entry_step + _source_step(flat % ROWS, first_step, TENSOR)
+
+
+@triton.jit
 def _write_tensor(
     arena, errors, slots, keep, n, width, layer, x, entry_step, first_step, start,
     SPEC: tl.constexpr, NTH: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
@@ -286,15 +301,22 @@ def _write_tensor(
     tiles = tl.cdiv(n * ROWS, R)
     tile = tl.program_id(0) - start
     if (tile >= 0) & (tile < tiles):
-        flat = tile * R + tl.arange(0, R)
-        entry, row = flat // ROWS, flat % ROWS
-        inner = tl.arange(0, get(TENSOR, "width"))
         UNIT: tl.constexpr = step_unit(x.dtype, ALIGNED)
-        begin = entry.to(tl.int64) * (entry_step * UNIT)
-        begin += _source_step(row, first_step * UNIT, TENSOR)
+        FOUR: tl.constexpr = vectors(TENSOR, x.dtype, ALIGNED)
+        if FOUR:
+            EACH: tl.constexpr = get(TENSOR, "width") // FOUR
+            spot = tl.arange(0, R * EACH)
+            flat = tile * R + spot // EACH
+            part = spot % EACH * FOUR
+            entry, begin = _begin(flat, entry_step * UNIT, first_step * UNIT, TENSOR)
+            values = _load_vectors(x + begin + part, part, entry < n, TENSOR)
+        flat = tile * R + tl.arange(0, R)
+        entry, begin = _begin(flat, entry_step * UNIT, first_step * UNIT, TENSOR)
         live = entry < n
-        VECTORS: tl.constexpr = vectors(TENSOR, x.dtype, ALIGNED)
-        values = _load_rows(x + begin, live, TENSOR, VECTORS)
+        if not FOUR:
+            values = _load_rows(x + begin, live, TENSOR)
+        row = flat % ROWS
+        inner = tl.arange(0, get(TENSOR, "width"))
         live = kept(keep, width, entry, live, KEEP)
         slot = tl.load(slots + entry, mask=live, other=0)
         live = checked(slot, live, errors, get(SPEC, "limit"), get(SPEC, "message"))

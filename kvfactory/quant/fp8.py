@@ -191,19 +191,20 @@ class TileFp8:
 @cache
 def _static_triton() -> tuple[Any, Any]:
     """encode and decode; options: whether elements are E4M3, whether each head has a scale."""
-    global tl, device
+    global tl, device, division
     import triton
     import triton.language as tl
 
+    from kvfactory.quant.device import division
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         high: tl.constexpr = 448.0 if options[0] else 57344.0
         if options[1]:
-            codes = device.coded(x.to(tl.float32), constants[0], high)
+            codes = division.coded(x, constants[0], high)
         else:
-            codes = device.coded_by_one(x.to(tl.float32), constants[0], high)
+            codes = division.coded_by_one(x, constants[0], high)
         data = device.to_e4m3(codes) if options[0] else device.to_e5m2(codes)
         return (data,)
 
@@ -221,17 +222,17 @@ def _static_triton() -> tuple[Any, Any]:
 @cache
 def _row_triton() -> tuple[Any, Any]:
     """encode and decode of E4M3 with a scale per row."""
-    global tl, device
+    global tl, device, division
     import triton
     import triton.language as tl
 
+    from kvfactory.quant.device import division
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        x = x.to(tl.float32)
-        scale = device.nonzero(device.divide_by(device.amax(x, 1), 448.0))[:, None]
-        return device.to_e4m3(device.coded(x, scale, 448.0)), scale
+        scale = device.nonzero(division.divide_by(device.amax(device.widen(x), 1), 448.0))[:, None]
+        return device.to_e4m3(division.coded(x, scale, 448.0)), scale
 
     @triton.jit
     def decode(planes, constants, options: tl.constexpr):
@@ -243,18 +244,19 @@ def _row_triton() -> tuple[Any, Any]:
 @cache
 def _tile_triton() -> tuple[Any, Any]:
     """encode and decode of E4M3 with a scale per tile of 128."""
-    global tl, device
+    global tl, device, division
     import triton
     import triton.language as tl
 
+    from kvfactory.quant.device import division
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        tiles = device.grouped(x.to(tl.float32), 128)
-        amax = device.no_less(device.amax(tiles, 2), 1e-4)
-        scale = device.divide_by_small(amax, 448.0)
-        data = device.to_e4m3(device.coded(tiles, scale[:, :, None], 448.0))
+        tiles = device.grouped(x, 128)
+        amax = device.no_less(device.amax(device.widen(tiles), 2), 1e-4)
+        scale = division.divide_by_small(amax, 448.0)
+        data = device.to_e4m3(division.coded(tiles, scale[:, :, None], 448.0))
         return device.flat(data), scale
 
     @triton.jit

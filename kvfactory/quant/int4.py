@@ -89,32 +89,31 @@ class GroupInt4:
 @cache
 def _triton() -> tuple[Any, Any]:
     """encode and decode; the option is the number of elements in a group."""
-    global tl, device, fourbit
+    global tl, device, division, fourbit
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import fourbit
+    from kvfactory.quant.device import division, fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        groups = device.grouped(x.to(tl.float32), options[0])
+        groups = device.grouped(device.widen(x), options[0])
         low, high = device.extremes(groups, 2)
         low, high = device.clamp(low, -65504.0, 65504.0), device.clamp(high, -65504.0, 65504.0)
-        scale = device.divide_by_small(high - low, 15.0).to(tl.float16)
+        scale = division.divide_by_small(high - low, 15.0).to(tl.float16)
         scale = tl.where(scale > 0.0, scale, 1.0)
         zero = low.to(tl.float16)
         begin = zero.to(tl.float32)
-        factor, unit, inverse = device.divisor(scale.to(tl.float32))
+        minus, unit, inverse = division.divisor(scale.to(tl.float32), True)
         # The clamp of the input to 65504 and that of the code to 0..15, of the scaled difference.
         fine = low == low
-        most = tl.minimum((65504.0 - begin) * factor, unit * 15.0)
-        most = tl.where(fine, most, 0.0)[:, :, None]
-        steps = (groups - begin[:, :, None]) * factor[:, :, None]
-        steps = device.at_most(device.at_least(steps, 0.0), most)
-        steps = device.quotient(steps, unit[:, :, None], inverse[:, :, None])
+        least = tl.where(fine, tl.maximum((65504.0 - begin) * minus, unit * -15.0), 0.0)
+        steps = (groups - begin[:, :, None]) * minus[:, :, None]
+        steps = tl.minimum(division.at_least(steps, least[:, :, None]), 0.0)
+        steps = division.quotient(steps, unit[:, :, None], inverse[:, :, None], True)
         nan = tl.full(low.shape, float("nan"), tl.float16)
-        data = fourbit.pack(device.flat(device.rint_bits(steps)))
+        data = fourbit.pack(device.flat(steps + fourbit.MAGIC))
         return data, tl.where(fine, scale, nan), tl.where(fine, zero, nan)
 
     @triton.jit

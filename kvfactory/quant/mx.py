@@ -135,14 +135,11 @@ def _triton() -> tuple[Any, Any]:
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        blocks = device.grouped(x.to(tl.float32), 32)
+        blocks = device.grouped(device.widen(x), 32)
         amax = device.no_less(device.amax(blocks, 2), 1e-30)
         if options[0]:
             scale = device.exponent_over(amax, 6)
-            fine = (amax == amax)[:, :, None]
-            step = tl.where(fine, device.inverse_power(scale)[:, :, None], 0.0)
-            size = device.at_most(tl.abs(blocks), device.LIMIT) * step
-            codes = fourbit.e2m1_even(size) | fourbit.signs(blocks, fine)
+            codes = fourbit.e2m1_by_power(blocks, scale, False)
             data = fourbit.pack(device.flat(codes))
         else:
             scale = device.exponent_over(amax, 448)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfactory.quant.device import numerics
+from kvfactory.quant.device import division
 
 
 @triton.jit
@@ -17,9 +17,9 @@ def divide(x_ptr, s_ptr, out_ptr, n, FORM: tl.constexpr, BLOCK: tl.constexpr):
     inside = spot < n
     x = tl.load(x_ptr + spot, mask=inside, other=1.0)
     scale = tl.load(s_ptr + spot, mask=inside, other=1.0)
-    factor, unit, inverse = numerics.divisor(scale)
     if FORM == 0:
-        found = numerics.quotient(x * factor, unit, inverse)
+        minus, unit, inverse = division.divisor(scale, False)
+        found = division.quotient(x * minus, unit, inverse, False)
     else:
         found = tl.div_rn(x, scale)
     tl.store(out_ptr + spot, found, mask=inside)

@@ -10,54 +10,125 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfactory.quant.device.numerics import INTERPRETED, bits, flat, floats
+from kvfactory.quant.device.numerics import (
+    INTERPRETED,
+    SIGN,
+    bits,
+    flat,
+    floats,
+    inverse_power,
+)
+
+# Codes come as floats: MAGIC + code, whose low bits are the code. Then additions, of which the
+# hardware does two in the time of one comparison or shift, also attach signs and join nibbles.
+MAGIC = tl.constexpr(12582912.0)
+HALVES = tl.constexpr(6291456.5)  # of this size floats are halves apart
+SIGN_BIAS = tl.constexpr(4.0)  # a sign counts as -4 or 4 beside it
 
 # ---- E2M1: four-bit floats -------------------------------------------------------------------
+#
+# The code of a magnitude v is 4 a + 2 b + c, rounded, where a, b and c are v / 2, v / 2 - 1 and
+# v / 2 - 2, each clamped to 0..1: b is 0 until 4 a is 4, c until 2 b is 2. The clamp costs nothing,
+# and makes NaN 0. Each addition to MAGIC rounds, and what it adds to is even where ties are.
 
 
 @triton.jit
-def e2m1_even(size):
-    """int32 whose low three bits are the codes of float32 ``size`` in 0..6, ties to the even code.
+def e2m1_even(share, factor, bias):
+    """MAGIC + ``bias`` + the codes of ``share * factor`` = v / 2, ties to the even code.
 
-    The code of a magnitude is the least of 2 a, a + 2 and a / 2 + 4, rounded; rounding happens
-    once, in the addition of 1.5 * 2^23, and keeps order and parity.
-    """
-    two = tl.full(size.shape, 2.0, tl.float32)
-    half = tl.full(size.shape, 0.5, tl.float32)
-    least = tl.fma(size, two, tl.full(size.shape, 12582912.0, tl.float32))
-    least = tl.minimum(least, size + 12582914.0)
-    last = tl.fma(size, half, tl.full(size.shape, 12582916.0, tl.float32))
-    return bits(tl.minimum(least, last))
-
-
-@triton.jit
-def _toward_zero(a, b, c):
-    """a b + c, rounded toward zero."""
-    return tl.inline_asm_elementwise(
-        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def e2m1_away(size):
-    """int32 whose low byte is the code of float32 ``size`` in 0..6, ties away from zero.
-
-    As ``e2m1_even``, with the half that rounds up in the addend, halves in the lowest bit.
+    v above 6 counts as 6, NaN as 0. ``bias`` is even; ``factor`` is a power of two.
     """
     if INTERPRETED:
-        normal = ((bits(size) + 0x200000) >> 22) - 252
-        tiny = (size >= 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
-        return tl.where(size < 1.0, tiny, normal)
+        size = tl.where(share == share, share * factor * 2.0, 0.0)
+        code = (size > 0.25).to(tl.int32) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+        code += (size > 2.5).to(tl.int32) + (size >= 3.5) + (size > 5.0)
+        return code.to(tl.float32) + (bias + MAGIC)
     else:
-        least = tl.minimum(_toward_zero(size, 2.0, 6291456.5), _toward_zero(size, 1.0, 6291458.5))
-        return bits(tl.minimum(least, _toward_zero(size, 0.5, 6291460.5))) >> 1
+        return tl.inline_asm_elementwise(
+            """{.reg .f32 a, b, c;
+            mul.rn.sat.f32 a, $1, $2;
+            fma.rn.sat.f32 b, $1, $2, 0fBF800000;
+            fma.rn.sat.f32 c, $1, $2, 0fC0000000;
+            fma.rn.f32 a, a, 0f40800000, $3;
+            fma.rn.f32 a, b, 0f40000000, a;
+            add.rn.f32 $0, a, c;}""",
+            "=f,f,f,f", [share, factor, bias + MAGIC], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def signs(x, keep):
-    """8 where float32 ``x`` has its sign bit set and ``keep`` is true, else 0."""
-    top = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
-    return top & tl.where(keep, 8, 0)
+def e2m1_away(share, factor, bias):
+    """HALVES + ``bias`` + the codes, ties away from zero, or half more."""
+    if INTERPRETED:
+        size = tl.where(share == share, share * factor * 2.0, 0.0)
+        code = (size >= 0.25).to(tl.int32) + (size >= 0.75) + (size >= 1.25) + (size >= 1.75)
+        code += (size >= 2.5).to(tl.int32) + (size >= 3.5) + (size >= 5.0)
+        return code.to(tl.float32) + (bias + HALVES)
+    else:  # a half added in advance, rounded toward zero
+        return tl.inline_asm_elementwise(
+            """{.reg .f32 a, b, c;
+            mul.rz.sat.f32 a, $1, $2;
+            fma.rz.sat.f32 b, $1, $2, 0fBF800000;
+            fma.rz.sat.f32 c, $1, $2, 0fC0000000;
+            fma.rz.f32 a, a, 0f40800000, $3;
+            fma.rz.f32 a, b, 0f40000000, a;
+            add.rz.f32 $0, a, c;}""",
+            "=f,f,f,f", [share, factor, bias + HALVES], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def floor_halves(codes):
+    """MAGIC + whole codes of HALVES + codes."""
+    if INTERPRETED:
+        return tl.floor(codes - 6291456.0) + MAGIC
+    else:
+        return tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4AC00000;",
+            "=f,f", [codes], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def share_of(x, factor):
+    """``abs(x) * factor`` clamped to 0..1, NaN as 0."""
+    if INTERPRETED:
+        share = tl.abs(x) * factor
+        return tl.where(share < 1.0, share, tl.where(share >= 1.0, 1.0, 0.0))
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 a; abs.f32 a, $1; mul.rn.sat.f32 $0, a, $2;}",
+            "=f,f,f", [x, factor], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def with_sign(codes, x, bias):
+    """``codes``, which hold ``bias`` = SIGN_BIAS more than theirs, with 8 for a sign of ``x``.
+
+    Without signs where ``bias`` is 0.
+    """
+    return codes - floats((bits(x) & SIGN) | bits(bias))
+
+
+@triton.jit
+def e2m1_by_power(blocks, scale, AWAY: tl.constexpr):
+    """Signed codes of float32 ``blocks`` [R, G, B] over the powers of E8M0 ``scale`` [R, G] int32.
+
+    Each scale is the least power of two that leaves no magnitude above 6. Ties go to the even code
+    and -0 keeps its sign, or AWAY from zero and it does not. Where the scale is NaN codes are 0.
+    """
+    fine = (scale != 255)[:, :, None]
+    bias = tl.where(fine, SIGN_BIAS, 0.0)
+    # Blocks with the largest scale hold no magnitude above 4, and infinities count as 4 there.
+    top = scale == 253
+    factor = tl.where(top, 2.0, 4.0)[:, :, None]
+    step = inverse_power(scale) * tl.where(top, 0.25, 0.125)
+    share = share_of(blocks, tl.where(fine, step[:, :, None], 0.0))
+    if AWAY:  # adding 0 makes -0 positive
+        return floor_halves(with_sign(e2m1_away(share, factor, bias), blocks + 0.0, bias))
+    else:
+        return with_sign(e2m1_even(share, factor, bias), blocks, bias)
 
 
 @triton.jit
@@ -75,14 +146,11 @@ def e2m1_values(codes):
 
 @triton.jit
 def pack(codes):
-    """``codes`` [R, D] int32 as bytes [R, D / 2]: the even element is the low nibble.
-
-    Codes are the low bytes, in 0..15; what stands above them does not matter.
-    """
+    """``codes`` [R, D], MAGIC + 0..15, as bytes [R, D / 2]: the even element is the low nibble."""
     R: tl.constexpr = codes.shape[0]
     H: tl.constexpr = codes.shape[1] // 2
     low, high = tl.split(tl.reshape(codes, (R, H, 2)))
-    return (low + (high << 4)).to(tl.uint8)
+    return bits(tl.fma(high - MAGIC, tl.full(high.shape, 16.0, tl.float32), low)).to(tl.uint8)
 
 
 @triton.jit

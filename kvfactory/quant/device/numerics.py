@@ -48,9 +48,21 @@ def clamp(x, low: tl.constexpr, high: tl.constexpr):
 
 
 @triton.jit
+def widen(x):
+    """``x`` in float32; bfloat16 pairs take two instructions, an element's own conversion three."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=f,=f,r", [x], tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def load(x):
     """``x`` in float32, clamped to +-LIMIT; NaN stays."""
-    return clamp(x.to(tl.float32), -LIMIT, LIMIT)
+    return clamp(widen(x), -LIMIT, LIMIT)
 
 
 @triton.jit
@@ -76,9 +88,32 @@ def _smaller(a, b):
 
 
 @triton.jit
-def _quiet(x):
+def quiet(x):
     """``x`` with every NaN the positive quiet one."""
     return tl.where(x == x, x, floats(tl.full(x.shape, FLOAT32_NAN, tl.int32)))
+
+
+@triton.constexpr_function
+def folds(shape):
+    """Whether the last of three axes is folded by neighbours rather than reduced.
+
+    However the compiler orders the registers, and it may use one order for the data and one for the
+    scales, these are the same operations then, and happen once.
+    """
+    return len(shape) == 3 and shape[2] <= 32
+
+
+@triton.jit
+def _folded(x, pair: tl.constexpr):
+    """``x`` [R, G, B] as [R, G], neighbours joined by ``pair`` until one is left."""
+    R: tl.constexpr = x.shape[0]
+    G: tl.constexpr = x.shape[1]
+    H: tl.constexpr = x.shape[2] // 2
+    low, high = tl.split(tl.reshape(x, (R, G, H, 2)))
+    if H == 1:
+        return tl.reshape(pair(low, high), (R, G))
+    else:
+        return _folded(pair(low, high), pair)
 
 
 @triton.jit
@@ -89,9 +124,11 @@ def amax(x, axis: tl.constexpr):
     """
     if INTERPRETED:  # which reduces fast with its own maxima only; bits order as magnitudes do
         largest = floats(tl.max(bits(x) & SIGN_OFF, axis))
+    elif folds(x.shape):
+        largest = _folded(tl.abs(x), _larger)
     else:
         largest = tl.reduce(tl.abs(x), axis, _larger)
-    return _quiet(tl.minimum(largest, LIMIT, propagate_nan=tl.PropagateNan.ALL))
+    return quiet(tl.minimum(largest, LIMIT, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -104,131 +141,10 @@ def extremes(x, axis: tl.constexpr):
         return tl.where(broken, nan, tl.min(clean, axis)), tl.where(
             broken, nan, tl.max(clean, axis)
         )
+    elif folds(x.shape):
+        return _folded(x, _smaller), _folded(x, _larger)
     else:
         return tl.reduce(x, axis, _smaller), tl.reduce(x, axis, _larger)
-
-
-# ---- division --------------------------------------------------------------------------------
-#
-# A correctly rounded division costs a dozen instructions and a branch. Where many elements share
-# a divisor s, its share of the work is done once: with f a power of two, s' = s f in [1, 2) and r
-# the correctly rounded 1 / s', a fused estimate from r and its own error is within an ulp of y / s'
-# (y = x f), and one fused correction makes it the correctly rounded x / s (Markstein, "Computation
-# of elementary functions on the IBM RISC System/6000", 1990). Nothing overflows, as callers clamp
-# y; quotients too small to be corrected exactly are below every code's smallest step.
-
-
-@triton.jit
-def divisor(scale):
-    """(f, s', r) of positive float32 ``scale``, for ``quotient``; NaN gives NaN."""
-    exponent = tl.minimum(bits(scale) >> 23, 253)
-    factor = floats((254 - exponent) << 23)
-    unit = scale * factor
-    if INTERPRETED:
-        inverse = tl.div_rn(1.0, unit)
-    else:  # the approximate reciprocal and two Newton steps: a division without a branch
-        inverse = 1.0 / unit
-        inverse = tl.fma(-tl.fma(inverse, unit, -1.0), inverse, inverse)
-        inverse = tl.fma(-tl.fma(inverse, unit, -1.0), inverse, inverse)
-        # They miss one mantissa, that of all ones, whose reciprocal is just above a power of two.
-        power = floats(((253 - (bits(unit) >> 23)) << 23) + 1)
-        inverse = tl.where((bits(unit) & 0x7FFFFF) == 0x7FFFFF, power, inverse)
-    return factor, unit, inverse
-
-
-@triton.jit
-def quotient(y, unit, inverse):
-    """``y / unit``, correctly rounded but for the sign of 0; ``y``: x times the factor, clamped."""
-    if INTERPRETED:  # whose fused operations round twice
-        return tl.div_rn(y, unit)
-    else:
-        rest = -tl.fma(inverse, unit, -1.0) * inverse
-        unit = tl.broadcast_to(unit, y.shape)
-        inverse = tl.broadcast_to(inverse, y.shape)
-        q = tl.fma(y, inverse, y * rest)
-        return tl.fma(-tl.fma(q, unit, -y), inverse, q)
-
-
-@triton.jit
-def signed(size, x):
-    """``size`` >= 0 with the sign of ``x``."""
-    return floats(bits(size) | (bits(x) & SIGN))
-
-
-@triton.jit
-def coded(x, scale, high: tl.constexpr):
-    """``x / scale`` clamped to +-high, correctly rounded; -0 and NaN stay.
-
-    ``x`` counts as clamped to +-LIMIT; ``scale`` is positive.
-    """
-    factor, unit, inverse = divisor(scale)
-    bound = tl.minimum(unit * high, LIMIT * factor, propagate_nan=tl.PropagateNan.ALL)
-    y = tl.minimum(tl.abs(x) * factor, bound, propagate_nan=tl.PropagateNan.ALL)
-    return signed(quotient(y, unit, inverse), x)
-
-
-@triton.jit
-def coded_by_one(x, scale, high: tl.constexpr):
-    """``coded`` for one ``scale`` (a scalar) of all, for a cast that saturates at +-high.
-
-    Dividing by a power of two is exact, and no clamp of the input shows below the cast's.
-    """
-    factor, unit, _ = divisor(scale)
-    if (unit == 1.0) & (LIMIT * factor >= high):
-        found = x * factor
-    else:
-        found = coded(x, scale, high)
-    return found
-
-
-@triton.jit
-def coded_size(x, scale, keep, high: tl.constexpr):
-    """``abs(x) / scale`` clamped to high, correctly rounded; 0 where ``keep`` is false."""
-    factor, unit, inverse = divisor(tl.where(keep, scale, 1.0))
-    y = at_most(tl.abs(x) * factor, tl.where(keep, unit * high, 0.0))
-    return quotient(y, unit, inverse)
-
-
-@triton.jit
-def coded_integer(x, scale, high: tl.constexpr):
-    """``coded`` for codes without a negative zero; 0 where ``scale`` is NaN."""
-    factor, unit, inverse = divisor(nonnan(scale))
-    bound = tl.where(scale == scale, unit * high, 0.0)
-    return quotient(at_most(at_least(x * factor, -bound), bound), unit, inverse)
-
-
-@triton.jit
-def at_most(x, high):
-    """min(x, high); ``high`` for NaN."""
-    if INTERPRETED:  # whose minimum keeps NaN
-        return tl.where(x < high, x, high)
-    else:
-        return tl.minimum(x, high)
-
-
-@triton.jit
-def at_least(x, low):
-    """max(x, low); ``low`` for NaN."""
-    if INTERPRETED:
-        return tl.where(x > low, x, low)
-    else:
-        return tl.maximum(x, low)
-
-
-@triton.jit
-def divide_by(x, by: tl.constexpr):
-    """``x / by`` for a number, correctly rounded; a NaN is the positive quiet one."""
-    return _quiet(tl.div_rn(x, tl.full(x.shape, by, tl.float32)))
-
-
-@triton.jit
-def divide_by_small(x, by: tl.constexpr):
-    """``divide_by`` without a branch, for a whole number below 512 and no subnormal quotient."""
-    if INTERPRETED:
-        return divide_by(x, by)
-    else:
-        q = x * (1.0 / by)
-        return _quiet(tl.fma(-tl.fma(q, by, -x), 1.0 / by, q))
 
 
 @triton.jit
