@@ -1,7 +1,7 @@
 """The command line: overrides in, one action run, an exit code out.
 
 Exit codes: 0 done, 1 something unexpected or a verification that failed, 2 bad input, 3 out of
-memory at build. Problems go to stderr, a line each.
+memory at build, 130 interrupted. Problems go to stderr, a line each.
 
 A plain run composes on its own, without a Hydra application; flags such as ``-m``, ``--help``,
 ``--cfg`` and ``--info`` are Hydra's.
@@ -10,6 +10,7 @@ A plain run composes on its own, without a Hydra application; flags such as ``-m
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
     from omegaconf import DictConfig
 
-OK, FAILED, BAD_INPUT, OUT_OF_MEMORY = 0, 1, 2, 3
+OK, FAILED, BAD_INPUT, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 130
+_OUTPUT_LOST = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 ACTIONS = {
     "run": "build, decode and verify",
@@ -44,13 +46,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` defaults to the process's arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _command(arguments)
+        code = _command(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except KVFactoryError as error:
         _print_problems(error)
         return exit_code(error)
-    except BrokenPipeError:  # the reader of our output went away, as in `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_LOST:
+            raise
+        return _without_output(error)
+
+
+def _without_output(error: OSError) -> int:
+    """The reader of our output went away, as in ``... | head``, or there is no room for it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
         return OK
+    print(f"stdout: got {error.strerror}, need room for the output", file=sys.stderr)
+    return FAILED
 
 
 def exit_code(error: KVFactoryError) -> int:
@@ -99,7 +117,7 @@ def _print_problems(error: KVFactoryError, prefix: str = "") -> None:
 
 
 def _command(arguments: list[str]) -> int:
-    if arguments == ["--version"]:
+    if "--version" in arguments:
         print(f"kvfactory {version('kvfactory')}")
         return OK
     if not any(text.startswith("-") for text in arguments):
@@ -112,6 +130,9 @@ def _command(arguments: list[str]) -> int:
     if args.config_name or args.config_path:
         got = "another primary config"
         raise SpecError(Problem("--config-name", got, "the shipped one", "--config-dir DIR"))
+    if args.experimental_rerun:
+        got = "a pickled job, which could be any code"
+        raise SpecError(Problem("--experimental-rerun", got, "overrides"))
     flags = (args.help, args.hydra_help, args.cfg, args.info, args.multirun, args.shell_completion)
     if not any(flags):
         return perform(overrides)
@@ -146,7 +167,7 @@ def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: R
         elif args.hydra_help:
             hydra.hydra_help("config", parser, args)
         elif args.cfg:
-            hydra.show_cfg("config", overrides, args.cfg, args.package, args.resolve)
+            return _show(hydra, overrides, args)
         elif args.info:
             hydra.show_info(args.info, "config", overrides)
         elif args.shell_completion:
@@ -156,11 +177,25 @@ def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: R
     return OK
 
 
+def _show(hydra: Hydra, overrides: list[str], args: argparse.Namespace) -> int:
+    try:
+        hydra.show_cfg("config", overrides, args.cfg, args.package, args.resolve)
+    except SystemExit:  # Hydra has said that there is no such package
+        return BAD_INPUT
+    return OK
+
+
 def _sweep(hydra: Hydra, overrides: list[str]) -> int:
     try:
         hydra.multirun("config", _job, [*overrides, "hydra.mode=MULTIRUN"])
     except _JobFailedError:
         return FAILED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        got, fix = f"{error.filename}: {error.strerror}", "hydra.sweep.dir=FOLDER"
+        need = "a folder that can be written to"
+        raise SpecError(Problem("hydra.sweep.dir", got, need, fix)) from None
     return OK
 
 
@@ -187,6 +222,8 @@ def _job(config: DictConfig) -> None:
         code = exit_code(error)
         status["problems"] = [vars(problem) for problem in error.problems]
         _print_problems(error, f"job {runtime.job.num}: ")
+    except BrokenPipeError:  # nobody reads what the jobs print
+        raise
     except Exception:  # a fault of ours must not end the sweep either
         code = FAILED
         status["traceback"] = traceback.format_exc()

@@ -185,6 +185,11 @@ def hydra_errors(request: Request) -> Iterator[None]:
         raise SpecError(_problem(error, request)) from None
     except RecursionError:
         raise SpecError(Problem("config", "values nested without end", "plain values")) from None
+    except FileNotFoundError as error:
+        if error.filename is not None:
+            raise
+        got, fix = "one that was removed", "cd to a folder that exists"
+        raise SpecError(Problem("working directory", got, "a folder", fix)) from None
 
 
 def _problem(error: Exception, request: Request) -> Problem:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvfactory.backends.contract import BACKENDS, Backend, refusals
-from kvfactory.errors import CapabilityError, Problem
+from kvfactory.errors import CapabilityError, PlanError, Problem, SpecError
+from kvfactory.kinds import ceil_div
 from kvfactory.memory import MEMORIES
 from kvfactory.planning.annexes import draft_annexes, fixed_slots
 from kvfactory.planning.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
 from kvfactory.planning.cacheplan import Attention, CachePlan, Choice, GroupPlan, Select, Workspace
 from kvfactory.planning.drafts import with_draft
 from kvfactory.planning.grouping import Draft, Findings, draft_groups
+from kvfactory.planning.remarks import remarks
 from kvfactory.sizing import crowded_chunks, draft_tables, sizes_for, solve
 from kvfactory.spec import BackendChoice, Spec
+
+_MOST_PAGES = 2**31 - 1
 
 
 def plan(spec: Spec) -> CachePlan:
@@ -28,8 +34,12 @@ def plan(spec: Spec) -> CachePlan:
     spec, findings = with_draft(spec), Findings()
     memory = _memory(spec, findings)
     drafts = draft_groups(spec, findings)
+    findings.notes += remarks(spec, drafts)
     tables = draft_tables(drafts, spec)
     drafts = (*drafts, *draft_annexes(spec, drafts, findings))
+    findings.problems += _twice(drafts)
+    findings.check()
+    _check_options(spec)
     stores = MEMORIES.get(memory, "memory.name").stores
     planner = _Planner(spec, drafts, tables, {}, stores)
     first = sizes_for(1, [table.key for table in tables], spec)
@@ -38,7 +48,16 @@ def plan(spec: Spec) -> CachePlan:
     sizes, binding = solve(tables, spec, planner.count)
     laid = replace(planner.lay(sizes), memory=memory, binding=binding)
     _confirm(laid)
-    return replace(laid, notes=(*findings.notes, *_crowded(laid), *_counted(laid)))
+    notes = (*findings.notes, *_crowded(laid), *_counted(laid), *_too_large(laid))
+    return replace(laid, notes=notes)
+
+
+def _twice(drafts: Sequence[Draft]) -> Iterator[Problem]:
+    """Names of groups that parts of other groups, by recipe or as annexes, have too."""
+    for name, count in Counter(draft.name for draft in drafts).items():
+        if count > 1:
+            need = "a name that no group with a recipe, snapshots, ring or checkpoints makes"
+            yield Problem("model.groups", f"{count} groups called {name}", need)
 
 
 def _counted(laid: CachePlan) -> Iterator[str]:
@@ -48,6 +67,15 @@ def _counted(laid: CachePlan) -> Iterator[str]:
             f"memory={laid.memory} stores nothing: {laid.counted_bytes:,} B of groups are counted,"
             " not allocated"
         )
+
+
+def _too_large(laid: CachePlan) -> Iterator[str]:
+    """That the device is too small for the plan, where it is known to be."""
+    device = laid.spec.device
+    if device.memory_bytes is not None and laid.memory == device.type:
+        if laid.bytes > device.memory_bytes:
+            has = f"{device.name} has {device.memory_bytes:,} B"
+            yield f"the plan is larger than its device: {laid.bytes:,} B, {has}"
 
 
 def _crowded(laid: CachePlan) -> Iterator[str]:
@@ -142,6 +170,31 @@ def _memory(spec: Spec, findings: Findings) -> str:
     return name
 
 
+def _check_options(spec: Spec) -> None:
+    """Refuse options under ``backend.name=auto`` that no backend knows.
+
+    Raises:
+        SpecError: with what the backends say.
+    """
+    if spec.backend.name != "auto":
+        return
+    for key, value in spec.backend.options.items():
+        refused = [_option_problems(name, {key: value}, spec) for name in BACKENDS.names()]
+        if refused and all(refused):
+            told = [each for problems in refused for each in problems]
+            known = [each for each in told if each.got != "an unknown key"]
+            raise SpecError(*(known or told)[:1])
+
+
+def _option_problems(name: str, options: dict[str, Any], spec: Spec) -> tuple[Problem, ...]:
+    asked = spec.model_copy(update={"backend": BackendChoice(name=name, options=options)})
+    try:
+        BACKENDS.get(name, "backend.name").needs(asked)
+    except SpecError as error:
+        return error.problems
+    return ()
+
+
 # ---- backends ------------------------------------------------------------------------------
 
 
@@ -187,7 +240,19 @@ def _first_fit(group: GroupPlan, ranked: Sequence[Backend], spec: Spec) -> Choic
 
 
 def _confirm(laid: CachePlan) -> None:
-    """Strides may grow with the pages: what was chosen must still serve at full size."""
+    """Strides and ids grow with the pages: what was chosen must still serve at full size."""
+    beyond = [
+        Problem(
+            "kv.page_tokens",
+            f"{table.num_pages:,} pages of {table.page_tokens} tokens in table {table.name}",
+            f"at most {_MOST_PAGES:,}: page ids are int32",
+            f"kv.page_tokens={table.page_tokens * ceil_div(table.num_pages, _MOST_PAGES)}",
+        )
+        for table in laid.tables
+        if table.num_pages > _MOST_PAGES
+    ]
+    if beyond:
+        raise PlanError(*beyond)
     wrong: list[Problem] = []
     for group in laid.groups:
         if group.choice:

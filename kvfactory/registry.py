@@ -90,7 +90,7 @@ class Registry(Generic[T]):
                 Problem(
                     path,
                     repr(name),
-                    f"one of the {self.axis}s {', '.join(self.names())}",
+                    f"one of the {_plural(self.axis)} {', '.join(self.names())}",
                     f"{path}={close}" if close else "",
                 )
             )
@@ -113,6 +113,10 @@ class Registry(Generic[T]):
                 )
             ) from error
         return plugin
+
+
+def _plural(word: str) -> str:
+    return f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
 
 
 def _owner(entry: EntryPoint) -> str:

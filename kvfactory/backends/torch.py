@@ -13,6 +13,7 @@ from kvfactory.backends.contract import (
     Resources,
     SelectRunner,
 )
+from kvfactory.errors import Problem, SpecError
 from kvfactory.planning.cacheplan import GroupPlan, Limits
 from kvfactory.spec import Spec
 
@@ -70,7 +71,15 @@ class TorchBackend:
     rank: int = 0
 
     def needs(self, spec: Spec) -> Needs:
-        """Nothing but torch."""
+        """Nothing but torch.
+
+        Raises:
+            SpecError: options, which it has none of.
+        """
+        if spec.backend.name == self.name and spec.backend.options:
+            need = "no options: backend torch has none"
+            keys = [f"backend.options.{key}" for key in spec.backend.options]
+            raise SpecError(*(Problem(key, "an unknown key", need) for key in keys))
         return Needs(device_types=frozenset({"cpu", "cuda"}), features=FEATURES)
 
     def workspace(

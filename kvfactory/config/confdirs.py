@@ -8,6 +8,7 @@ false, 8 and 90.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any
 from kvfactory.errors import Problem, SpecError
 
 ENTRY_POINTS = "kvfactory.conf"
+_SEARCHPATH = "hydra.searchpath"
+_MOST_FILES = 2_000
 _MISREAD = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9]+(:[0-9]+)+|(?i:y|n|yes|no|on|off)")
 
 
@@ -32,6 +35,20 @@ class ConfDir:
     def options(self, group: str) -> tuple[str, ...]:
         """Names of the choices of a config group, sorted."""
         return tuple(sorted(file.stem for file in (self.path / group).glob("*.yaml")))
+
+    def files(self) -> tuple[Path, ...]:
+        """All YAML files in it and below, sorted.
+
+        Raises:
+            SpecError: too many folders or files for a folder of choices, such as ``/``.
+        """
+        found: list[Path] = []
+        for number, (folder, _, names) in enumerate(os.walk(self.path, followlinks=True)):
+            found += [Path(folder, name) for name in names if name.endswith(".yaml")]
+            if number >= _MOST_FILES or len(found) > _MOST_FILES:
+                got = f"{self.path} with more than {_MOST_FILES} folders or YAML files"
+                raise SpecError(Problem(_SEARCHPATH, got, "a folder of config groups"))
+        return tuple(sorted(found))
 
     def groups(self) -> tuple[str, ...]:
         """Names of the config groups, sorted."""
@@ -91,7 +108,7 @@ def _named(text: str) -> ConfDir:
 
 def _no_folder(found: ConfDir) -> Problem:
     return Problem(
-        "hydra.searchpath",
+        _SEARCHPATH,
         f"{found.path} from {found.origin}",
         "a folder of YAML files that exists",
     )
@@ -100,7 +117,9 @@ def _no_folder(found: ConfDir) -> Problem:
 def _twice(foreign: Sequence[ConfDir]) -> Iterator[Problem]:
     seen: dict[str, ConfDir] = {}
     for found in foreign:
-        for file in sorted(found.path.glob("*/**/*.yaml")):
+        for file in found.files():
+            if file.parent == found.path:
+                continue
             option = str(file.relative_to(found.path).with_suffix(""))
             first = seen.setdefault(option, found)
             if first is not found:
@@ -110,7 +129,7 @@ def _twice(foreign: Sequence[ConfDir]) -> Iterator[Problem]:
 
 def _unsafe(found: ConfDir) -> Iterator[Problem]:
     need = "plain YAML: no references, tags or code, odd words in quotes"
-    for file in sorted(found.path.rglob("*.yaml")):
+    for file in found.files():
         got = unsafe_yaml(file)
         if got:
             yield Problem(str(file), got, need)

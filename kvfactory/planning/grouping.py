@@ -21,7 +21,6 @@ from kvfactory.spec import (
     GroupPolicy,
     IndexGroup,
     LinearGroup,
-    Quants,
     Spec,
 )
 from kvfactory.spec.layers import parse_layers
@@ -84,7 +83,6 @@ def draft_groups(spec: Spec, findings: Findings) -> tuple[Draft, ...]:
             except KVFactoryError as error:
                 findings.problems += error.problems
     findings.check()
-    findings.notes += _unused_roles(spec, drafts)
     return tuple(drafts)
 
 
@@ -258,10 +256,3 @@ def _select_problems(spec: Spec, name: str, group: IndexGroup, key: TableKey) ->
     elif key != _table_key(spec, group.selects):
         need = f"the page_tokens of group {group.selects}, whose table it shares"
         yield Problem(f"kv.groups.{name}.page_tokens", str(key.page_tokens), need)
-
-
-def _unused_roles(spec: Spec, drafts: list[Draft]) -> Iterator[str]:
-    used = {stored.logical.role for draft in drafts for stored in draft.stored}
-    for role in Quants.model_fields:
-        if role != "every" and role not in used and spec.kv.quant.of(role) is not None:
-            yield f"kv.quant.{role} is unused: the model has no {role}"

@@ -30,6 +30,7 @@ PATH = "workload.trace"
 BLOCK_TOKENS = 512
 MOST_TOKENS = 2**26
 MOST_MS = 2.0**53
+MOST_BYTES = 2**29
 SHOWN_PROBLEMS = 8
 
 T = TypeVar("T")
@@ -96,7 +97,12 @@ def read_trace(path: str | None) -> Trace:
 
 def _text(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with Path(path).open("rb") as file:
+            read = file.read(MOST_BYTES + 1)
+        if len(read) > MOST_BYTES:
+            got = f"{path!r}, which is longer than {MOST_BYTES >> 20} MiB"
+            raise SpecError(Problem(PATH, got, "a shorter part of the trace"))
+        text = read.decode("utf-8-sig")
     except OSError as error:
         got = f"{path!r}: {(error.strerror or str(error)).lower()}"
         raise SpecError(Problem(PATH, got, "a file of requests that can be read")) from None

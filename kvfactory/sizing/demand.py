@@ -20,7 +20,7 @@ from kvfactory.kinds import Lifetime, ceil_div
 from kvfactory.planning.assembly import Sizes, TableDraft
 from kvfactory.planning.cacheplan import Limits, TablePlan
 from kvfactory.planning.grouping import Draft, TableKey
-from kvfactory.spec import Engine, Spec
+from kvfactory.spec import MOST_REQUESTS, Engine, Spec
 
 FULL_SPEED_REQUESTS = 8
 
@@ -120,6 +120,11 @@ def prefill_pages(key: TableKey, spec: Spec) -> int:
 def _surplus(key: TableKey, requests: int, tokens: int, engine: Engine) -> int:
     full_speed = full_speed_pages(key, requests, tokens, engine)
     return full_speed - requests * request_pages(*key, tokens, engine)
+
+
+def most_requests(spec: Spec) -> int:
+    """Rows that device tables may have, and so the most requests that are admitted."""
+    return spec.engine.max_requests or MOST_REQUESTS
 
 
 def limits(requests: int, spec: Spec) -> Limits:

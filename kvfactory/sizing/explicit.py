@@ -10,12 +10,12 @@ from kvfactory.errors import PlanError, Problem, did_you_mean
 from kvfactory.kinds import ceil_div
 from kvfactory.planning.assembly import Sizes, TableDraft
 from kvfactory.planning.grouping import TableKey
-from kvfactory.sizing.demand import limits, pages_for, prefill_pages
+from kvfactory.sizing.demand import limits, most_requests, pages_for, prefill_pages
 from kvfactory.sizing.search import ByteCount, largest
 from kvfactory.spec import Spec
 
 T = TypeVar("T")
-_STRIDE = 64
+_STRIDE = 2**32  # over which a page is measured: rounding up to any alignment evens out
 
 
 def contradictions(tables: Sequence[TableDraft], spec: Spec) -> Iterator[Problem]:
@@ -89,14 +89,14 @@ def solve_tokens(tables: Sequence[TableDraft], spec: Spec) -> tuple[Sizes, str]:
     tightest = min(held, key=lambda key: held[key])
     requests, (name, tokens) = held[tightest], given[tightest]
     binding = f"memory.tokens.{name}={tokens}"
-    if spec.engine.max_requests == requests:
+    if requests == most_requests(spec):
         binding = f"engine.max_requests={requests}"
     everything = {table.key: pages_for(table.key, requests, spec) for table in tables}
     return Sizes({**everything, **pages}, limits(requests, spec)), binding
 
 
 def _requests(key: TableKey, pages: int, spec: Spec) -> int:
-    return largest(1, lambda n: pages_for(key, n, spec), pages, spec.engine.max_requests)
+    return largest(1, lambda n: pages_for(key, n, spec), pages, most_requests(spec))
 
 
 def _too_few(key: TableKey, name: str, tokens: int, spec: Spec) -> Problem:
@@ -129,7 +129,7 @@ class _Shares:
         left = self.budget - base
         while True:
             shares = {
-                key: 1 + max(0, int(share * left * _STRIDE) // costs[key])
+                key: 1 + max(0, int(share * left) * _STRIDE // costs[key])
                 for key, (_, share) in self.given.items()
             }
             over = self._bytes(bare | shares, requests) - self.budget
@@ -162,7 +162,7 @@ def solve_ratios(
     lacking = shares.lacking(1)
     if max(lacking.values()) > 0:
         raise PlanError(*_small_shares(shares, lacking))
-    rows = spec.engine.max_requests
+    rows = most_requests(spec)
     requests = largest(1, lambda n: max(shares.lacking(n).values()), 0, rows)
     binding = f"engine.max_requests={requests}"
     if requests != rows:

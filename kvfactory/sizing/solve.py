@@ -12,7 +12,13 @@ from kvfactory.errors import PlanError, Problem
 from kvfactory.kinds import ceil_div
 from kvfactory.planning.assembly import Sizes, TableDraft
 from kvfactory.planning.grouping import TableKey
-from kvfactory.sizing.demand import comfortable_pages, pages_for, prefill_pages, sizes_for
+from kvfactory.sizing.demand import (
+    comfortable_pages,
+    most_requests,
+    pages_for,
+    prefill_pages,
+    sizes_for,
+)
 from kvfactory.sizing.explicit import by_table, contradictions, solve_ratios, solve_tokens
 from kvfactory.sizing.search import ByteCount, largest
 from kvfactory.spec import Spec
@@ -57,7 +63,7 @@ def _solve_budget(
         sizes, binding = solve_ratios(tables, spec, budget, count)
         order = _by_need(tables, spec, count, sizes)
     else:
-        rows = spec.engine.max_requests
+        rows = most_requests(spec)
         fits = largest(1, lambda n: count(sizes_for(n, keys, spec)), budget, rows)
         sizes = sizes_for(fits, keys, spec)
         order = _by_need(tables, spec, count, sizes)
@@ -107,6 +113,8 @@ def _by_need(
 
 def _floor_problem(budget: int, floor: int, tables: Sequence[TableDraft], spec: Spec) -> Problem:
     parts = [f"one request of workload.tokens={spec.workload.tokens}"]
+    if spec.engine.max_requests:
+        parts.append(f"device tables of engine.max_requests={spec.engine.max_requests}")
     for table in tables:
         extra = prefill_pages(table.key, spec)
         if extra:

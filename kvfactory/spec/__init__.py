@@ -16,10 +16,11 @@ from kvfactory.spec.model import (
     MlaGroup,
     Model,
 )
-from kvfactory.spec.root import BackendChoice, Device, Engine, Memory, Spec, Workload
+from kvfactory.spec.root import MOST_REQUESTS, BackendChoice, Device, Engine, Memory, Spec, Workload
 
 __all__ = [
     "KV",
+    "MOST_REQUESTS",
     "AttentionGroup",
     "BackendChoice",
     "Device",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvfactory.errors import SpecError
 from kvfactory.problems import from_validation
@@ -19,6 +19,10 @@ from kvfactory.spec.kv import KV
 from kvfactory.spec.model import Frozen, Model, Name, NonNegative, Positive
 from kvfactory.spec.plain import plain
 
+MOST_REQUESTS = 2**20
+"""Rows of the device tables; numbers of a step stay within int32."""
+
+Requests = Annotated[int, Field(ge=1, le=MOST_REQUESTS)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -46,7 +50,6 @@ class Memory(Frozen):
     """
 
     name: Name = "auto"
-    options: dict[str, Any] = Field(default_factory=dict)
     budget: Bytes | None = None
     ratios: dict[Name, Share] = Field(default_factory=dict)
     tokens: dict[Name, Positive] = Field(default_factory=dict)
@@ -62,6 +65,12 @@ class Device(Frozen):
     num_sms: NonNegative = 0
     memory_bytes: Bytes | None = None
     granule_bytes: Bytes = 2**21
+
+    @model_validator(mode="after")
+    def _known_card(self) -> Device:
+        if self.type == "cuda" and not (self.sm and self.num_sms):
+            raise ValueError("sm and num_sms of a device of type cuda, as device=h200 has them")
+        return self
 
 
 class BackendChoice(Frozen):
@@ -89,7 +98,7 @@ class Engine(Frozen):
     a ring; or of drafts, in place of a snapshot per token, folded at every commit or when full.
     """
 
-    max_requests: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    max_requests: Requests | None = None
     prefill_chunk_tokens: Annotated[int, Field(ge=1, le=2**24)] = 2048
     steps_in_flight: Annotated[int, Field(ge=1, le=8)] = 2
     draft_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -112,7 +121,7 @@ class Engine(Frozen):
 class Workload(Frozen):
     """``requests`` of ``tokens`` each, on average of ``mean_tokens`` if given; ``trace`` a file."""
 
-    requests: Annotated[int, Field(ge=1, le=2**20)] = 8
+    requests: Requests = 8
     tokens: Annotated[int, Field(ge=1, le=2**26)] = 128
     mean_tokens: Annotated[int, Field(ge=1, le=2**26)] | None = None
     trace: str | None = None

@@ -51,7 +51,7 @@ CASES = [
         "model.groups.full.kv_head=4",
         "model.groups.full.kv_head", "an unknown key", "scale", "kv_heads=4",
     ),
-    Bad("memory.bugdet=1GiB", "memory.bugdet", "an unknown key", "options", "memory.budget=1GiB"),
+    Bad("memory.bugdet=1GiB", "memory.bugdet", "an unknown key", "ratios", "memory.budget=1GiB"),
     Bad("engine.max_request=4", "engine.max_request", "an unknown key", "draft_tokens", "=4"),
     Bad("device.sms=4", "device.sms", "an unknown key", "num_sms"),
     Bad("workload.token=4", "workload.token", "an unknown key", "requests", "workload.tokens=4"),

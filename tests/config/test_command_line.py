@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -79,6 +80,40 @@ def test_an_unexpected_error_is_not_hidden(cli: Cli, action: Any) -> None:
         cli("action=explain", "device=cpu")
 
 
+def test_an_interrupt_is_no_traceback(cli: Cli, action: Any) -> None:
+    action(_raise(KeyboardInterrupt()))
+    for flags in ((), ("-m",)):
+        done = cli(*flags, "action=explain", "device=cpu")
+        assert (done.code, done.err) == (130, "interrupted\n")
+
+
+def test_output_without_room_is_told_in_words(cli: Cli, action: Any) -> None:
+    """As ``> /dev/full``; an error about any other file is not taken for one about the output."""
+    action(_raise(OSError(errno.ENOSPC, "No space left on device", "other")))
+    with pytest.raises(OSError, match="other"):
+        cli("action=explain", "device=cpu")
+    command = f"{sys.executable} -m kvfactory action=list > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "stdout: got No space left on device, need room for the output\n"
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    script = "mkdir gone && cd gone && rmdir ../gone && " + " ".join(
+        (sys.executable, "-c", "'import sys; sys.path.insert(0, sys.argv.pop(1));")
+    )
+    script += "from kvfactory.cli import main; sys.exit(main())' " + str(Path.cwd())
+    done = subprocess.run(
+        ["bash", "-c", f"{script} action=plan device=cpu"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("working directory: got one that was removed, need a folder")
+
+
 def test_plan_as_table_and_as_json(cli: Cli) -> None:
     done = cli("action=plan", "model=gemma3_27b", "kv=fp8_hnd", "device=h200")
     assert (done.code, done.err, done.files) == (0, "", ())
@@ -116,6 +151,21 @@ def test_cfg_shows_the_composed_configuration(cli: Cli) -> None:
 
 def test_version(cli: Cli) -> None:
     assert cli("--version").out.startswith("kvfactory ")
+
+
+def test_version_beside_other_words(cli: Cli) -> None:
+    assert cli("--version", "action=plan").out.startswith("kvfactory ")
+
+
+def test_a_pickled_job_is_not_run(cli: Cli) -> None:
+    done = cli("--experimental-rerun", "job.pickle")
+    assert done.code == 2
+    assert done.err.startswith("--experimental-rerun: got a pickled job")
+
+
+def test_a_package_that_is_not_there(cli: Cli) -> None:
+    done = cli("--cfg", "job", "--package", "nope")
+    assert (done.code, done.err) == (2, "package 'nope' not found in config\n")
 
 
 def test_unknown_flag(cli: Cli) -> None:
@@ -157,6 +207,13 @@ def test_a_sweep_goes_on_after_a_fault_of_ours(cli: Cli, action: Any) -> None:
     found = _statuses(done.files)
     assert [found[0]["exit"], found[1]["exit"]] == [1, 0]
     assert "ValueError: ours" in found[0]["traceback"]
+
+
+def test_a_sweep_without_a_folder_to_write_to(cli: Cli) -> None:
+    done = cli("-m", "action=list", "kv=fp8_hnd,bf16_hnd", "hydra.sweep.dir=/proc/nope")
+    assert done.code == 2
+    assert "hydra.sweep.dir: got /proc/nope: " in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_sweep_from_an_experiment(cli: Cli) -> None:

@@ -169,7 +169,7 @@ app()
 KEYS = {
     "model": "name num_layers dtype max_context groups aliases draft",
     "kv": "page_tokens align_bytes quant layout groups recipes constants",
-    "memory": "name options budget ratios tokens checkpoints",
+    "memory": "name budget ratios tokens checkpoints",
     "device": "name type sm num_sms memory_bytes granule_bytes",
     "backend": "name options new_tokens prefill accuracy deterministic",
     "engine": "max_requests prefill_chunk_tokens steps_in_flight draft_tokens draft_tree"

@@ -168,3 +168,25 @@ def test_huggingface_configs_take_overrides_on_top(
     assert vars(spec.model.groups["full"])["kv_heads"] == 4
     with pytest.raises(SpecError, match=r"model\.path: got an unknown key"):
         compose("model=qwen3", "model.path=x.json", "device=cpu")
+
+
+def test_a_folder_without_end_is_no_folder_of_choices(
+    acme: Callable[[dict[str, str]], Path], cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfactory.config.confdirs._MOST_FILES", 3)
+    root = acme({f"kv/{name}.yaml": "page_tokens: 16" for name in "abc"})
+    assert cli("action=list", f"hydra.searchpath=[{root}]").code == 0
+    (root / "kv" / "d.yaml").write_text("page_tokens: 16")
+    done = cli("action=list", f"hydra.searchpath=[{root}]")
+    assert done.code == 2
+    assert f"hydra.searchpath: got {root} with more than 3" in done.err
+
+
+def test_a_linked_folder_is_read_like_any_other(
+    acme: Callable[[dict[str, str]], Path], cli: Any
+) -> None:
+    root = acme({"kv/a.yaml": "page_tokens: 16", "away/b.yaml": "x: !!python/name:os.system"})
+    (root / "kv" / "link").symlink_to(root / "away")
+    done = cli("action=plan", f"hydra.searchpath=[{root}]", "device=cpu")
+    assert done.code == 2
+    assert "kv/link/b.yaml: got the tag" in done.err

@@ -107,6 +107,18 @@ def test_tables_without_a_share_take_the_rest(gemma: dict[str, Any]) -> None:
     assert _region(laid, "full") == pytest.approx(40 * 2**30, rel=1e-2)
 
 
+@pytest.mark.parametrize("align", [1, 256, 2**21, 2**30])
+def test_shares_of_aligned_regions(gemma: dict[str, Any], align: int) -> None:
+    """A page is measured over more pages than any alignment rounds up to."""
+    shares = {"full": 0.25, "local": 0.5}
+    kv = {"page_tokens": 1, "align_bytes": align}
+    budget = 256 * 2**30
+    laid = _plan(gemma, kv=kv, memory={"budget": budget, "ratios": shares})
+    for name, share in shares.items():
+        assert _region(laid, name) == pytest.approx(share * budget, rel=0.05)
+    assert laid.bytes <= budget
+
+
 def test_what_the_shares_leave_binds(gemma: dict[str, Any]) -> None:
     laid = _plan(gemma, memory={"budget": "80GiB", "ratios": {"local": 0.9}})
     assert laid.binding == "what memory.ratios leave of the budget"

@@ -100,3 +100,40 @@ def test_without_a_budget_the_workload_decides(gemma: dict[str, Any]) -> None:
     prefill = -(-(1024 + 2 * 2048 + 2 * 2 - 2) // 16) + 1
     assert local.num_pages == 1 + 2 * (steady + 1) + prefill
     assert laid.limits.admitted == 3
+
+
+SMALL = {
+    "name": "small",
+    "num_layers": 1,
+    "groups": {"full": {"kind": "full", "layers": [0], "q_heads": 1, "kv_heads": 1, "head_dim": 2}},
+}
+
+
+def test_no_more_requests_than_device_tables_have_rows() -> None:
+    laid = plan(spec_of(SMALL, workload={"tokens": 16}, memory={"budget": 2**38}))
+    assert laid.limits.max_requests == 2**20
+    assert laid.binding == "engine.max_requests=1048576"
+    assert 2**38 - laid.bytes < 512
+
+
+def test_page_ids_fit_into_int32() -> None:
+    parts = {"kv": {"page_tokens": 1}, "workload": {"tokens": 16}}
+    memory = {"budget": 2**36}
+    with pytest.raises(PlanError) as caught:
+        plan(spec_of(SMALL, **parts, memory=memory))
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.fix) == ("kv.page_tokens", "kv.page_tokens=4")
+    assert "at most 2,147,483,647" in problem.need
+    kv = {"page_tokens": 4}
+    assert plan(spec_of(SMALL, kv=kv, workload={"tokens": 16}, memory=memory)).bytes <= 2**36
+
+
+def test_a_plan_that_is_larger_than_its_device_says_so() -> None:
+    device = {"name": "small", "type": "cpu", "memory_bytes": 2**20}
+    told = "the plan is larger than its device"
+    for tokens, larger in ((16, False), (2**20, True)):
+        laid = plan(spec_of(SMALL, device=device, workload={"tokens": tokens}))
+        assert any(told in note for note in laid.notes) is larger
+        meta = {"name": "meta"}
+        laid = plan(spec_of(SMALL, device=device, workload={"tokens": tokens}, memory=meta))
+        assert not any(told in note for note in laid.notes)

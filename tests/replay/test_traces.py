@@ -176,6 +176,15 @@ def test_a_folder_is_no_trace(tmp_path: Path, cli: Callable[..., tuple[int, str,
 # ---- the action ------------------------------------------------------------------------------
 
 
+def test_a_file_without_end_is_no_trace(
+    monkeypatch: pytest.MonkeyPatch, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.setattr("kvfactory.replay.traces.MOST_BYTES", 2**20)
+    code, _, err = cli("action=replay", "workload.trace=/dev/zero")
+    assert code == 2
+    assert "workload.trace: got '/dev/zero', which is longer than 1 MiB" in err
+
+
 def test_replay_in_words(tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
     path = write_csv(tmp_path / "a.csv", [(at, 900 * at, 20) for at in range(1, 5)])
     code, out, err = cli(
