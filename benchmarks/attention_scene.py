@@ -14,7 +14,9 @@ from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache, Parts
 from kvfactory.flashinfer_runtime.bind import bind
-from kvfactory.flashinfer_runtime.library import Library, installed
+from kvfactory.flashinfer_runtime.calls import Library
+from kvfactory.flashinfer_runtime.library import installed
+from kvfactory.flashinfer_runtime.runner import Runner
 from kvfactory.kernels import ErrorWords, kernel_ops
 from kvfactory.planner import plan
 from kvfactory.pools import Pool
@@ -37,9 +39,10 @@ class Scene:
         quant: str = "plain",
         accuracy: str = "exact",
         sm: int = 90,
+        q_heads: int = Q_HEADS,
     ) -> None:
         torch.manual_seed(0)
-        self.layers, self.quant = layers, quant
+        self.layers, self.quant, self.q_heads = layers, quant, q_heads
         laid = plan(Spec.parse(self._spec(requests, tokens, accuracy, sm)))
         arena = torch.zeros(laid.bytes, dtype=torch.uint8, device="cuda")
         ops = kernel_ops(ErrorWords(["full"], arena.device))
@@ -47,7 +50,9 @@ class Scene:
         self._randomize()
         self.buffers = StepBuffers(laid, arena)
         runners = self._runners(laid, arena)
-        self.runner = runners["full"]
+        runner = runners["full"]
+        assert isinstance(runner, Runner)
+        self.runner = runner
         self.cache = Cache(
             Parts(
                 plan=laid,
@@ -63,7 +68,7 @@ class Scene:
         group = {
             "kind": "full",
             "layers": list(range(self.layers)),
-            "q_heads": Q_HEADS,
+            "q_heads": self.q_heads,
             "kv_heads": KV_HEADS,
             "head_dim": DIM,
         }

@@ -57,7 +57,7 @@ class HandDecode:
 
         indptr, indices, last = self.lists()
         there = indices.to("cuda", non_blocking=True)
-        sizes = (Q_HEADS, KV_HEADS, DIM, PAGE)
+        sizes = (self.scene.q_heads, KV_HEADS, DIM, PAGE)
         types = {"q_data_type": torch.bfloat16, "kv_data_type": self.dtype}
         if not fast:
             self.wrapper.plan(indptr, there, last, *sizes, **types)
@@ -73,7 +73,7 @@ class HandDecode:
         """Median host microseconds of ``plan()`` alone, page lists given."""
         lists = self.lists()
         lists = (lists[0], lists[1].cuda(), lists[2])
-        sizes = (Q_HEADS, KV_HEADS, DIM, PAGE)
+        sizes = (self.scene.q_heads, KV_HEADS, DIM, PAGE)
         found = []
         for _ in range(rounds):
             torch.cuda.synchronize()

@@ -10,8 +10,8 @@ from torch import Tensor
 from kvfactory.backends import AttentionRunner, Resources
 from kvfactory.backends.contract import stored_exactly
 from kvfactory.flashinfer_runtime import sizes
+from kvfactory.flashinfer_runtime.calls import Library, Lists
 from kvfactory.flashinfer_runtime.choose import Kernels, Shape, module_key, module_keys
-from kvfactory.flashinfer_runtime.library import Library, Lists
 from kvfactory.flashinfer_runtime.partials import Grid
 from kvfactory.flashinfer_runtime.plans import Planner, Rules
 from kvfactory.flashinfer_runtime.runner import Runner
@@ -68,7 +68,8 @@ class _Binder:
         self.sets = self.limits.steps_in_flight + 1
         self.room = Room.of(self.limits, self.spec.device.num_sms)
         space = resources.workspace
-        self.floats = space.get("partial results", torch.empty(0, dtype=torch.uint8))
+        none = next(iter(resources.pools.values())).bound.arena[:0]
+        self.floats = space.get("partial results", none)
         self.plans = _Cuts(space.get("host plans"))
         self.prefixes = _Cuts(space.get("prefix lists"))
         self.xqas = _Cuts(space.get("xqa"))

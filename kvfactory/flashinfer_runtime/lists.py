@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfactory.flashinfer_runtime.library import Lists
+from kvfactory.flashinfer_runtime.calls import Lists
 
 
 class ListJob(NamedTuple):

@@ -1,9 +1,9 @@
 """Host plans of one shape: made once a step, from host lengths, for all layers and groups.
 
 A plan splits the batch among thread blocks. The kernels read true lengths from the page lists, so
-a decode plan that keeps requests whole names no lengths at all, and serves every batch of its size.
-One that splits them is made for ``HEADROOM`` more than they are, and used until a request outgrows
-it or the batch changes.
+a decode plan that keeps requests whole names no lengths at all: where there are too many to split
+it serves every batch of its size, else until they have grown by a quarter. One that splits them is
+made for ``HEADROOM`` more than they are, and used until a request outgrows it or the batch changes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from kvfactory.errors import BooksError, Problem
+from kvfactory.flashinfer_runtime.calls import Module, Sizes, Space
 from kvfactory.flashinfer_runtime.choose import KernelName, Kernels, Shape
-from kvfactory.flashinfer_runtime.library import Module, Sizes, Space
 from kvfactory.flashinfer_runtime.partials import Grid
 from kvfactory.flashinfer_runtime.spaces import PlanArea
 from kvfactory.flashinfer_runtime.work import Counts, Work, indptr
@@ -105,9 +105,8 @@ class Planner:
             return held.space, held.info
         parts = self._parts(ask, step)
         whole = self._whole(ask, parts)
-        grows = ask.name == "fa2" and work.decodes and not ask.ragged and not whole
         pages = work.lengths.pages
-        if grows:
+        if self._grows(ask) and parts:
             pages = pages + np.maximum(pages // HEADROOM, 1)
         graph = step.graph is not None and not whole
         space, staging = area.next()
@@ -116,8 +115,20 @@ class Planner:
         info = self.module(ask).plan(space, self._sizes(step, ask, pages, parts, graph))
         staging.mark()
         self.made += 1
-        area.holder = Held(key, space, info, pages, int(pages.sum()), grows, whole)
+        area.holder = self._held(ask, whole, Held(key, space, info, pages, 0))
         return space, info
+
+    def _held(self, ask: Ask, whole: bool, plan: Held) -> Held | None:
+        """``plan`` with the lengths that it may be used for again, if any."""
+        assert plan.most is not None
+        total, batch = int(plan.most.sum()), ask.work.batch
+        if whole:
+            return plan._replace(most=None)
+        if not self._grows(ask):
+            return None
+        if not self.module(ask).splits(plan.info):
+            return plan._replace(most=plan.most + plan.most // 4 + 4, slack=total // 2 + 8 * batch)
+        return plan._replace(slack=total // 8 + 2 * batch) if ask.name == "fa2" else None
 
     def module(self, ask: Ask) -> Module:
         """The module that ``ask`` is for."""
@@ -176,35 +187,34 @@ class Planner:
             return 0
         return self.grid.parts(work.batch, work.rows)
 
+    def _grows(self, ask: Ask) -> bool:
+        """Whether the kernel takes lengths from the page lists, so that a plan may last."""
+        return ask.name in ("fa2", "cuda_cores") and ask.work.decodes and not ask.ragged
+
     def _whole(self, ask: Ask, parts: int) -> bool:
         """Whether the plan is the same for all batches of this size."""
-        if ask.ragged or not ask.work.decodes:
-            return False
         if ask.name == "cuda_cores":
-            return self.grid.whole_on_cuda_cores(ask.work.batch)
-        return ask.name == "fa2" and not parts
+            return self._grows(ask) and self.grid.whole_on_cuda_cores(ask.work.batch)
+        return self._grows(ask) and not parts
 
 
-@dataclass(frozen=True)
-class Held:
-    """What an area holds: a plan for requests of ``pages``, ``total`` together.
+class Held(NamedTuple):
+    """What an area holds: a plan that is right for requests of up to ``most`` pages each.
 
-    It is usable for any lengths if ``whole``, and while they fit if it ``grows``.
+    With ``most`` None that is for any; ``slack`` pages fewer in all it is far too long.
     """
 
     key: object
     space: Space
     info: Any
-    pages: Counts
-    total: int
-    grows: bool
-    whole: bool
+    most: Counts | None
+    slack: int
 
     def fits(self, key: object, work: Work) -> bool:
-        """Whether the plan is right for ``work`` and not far too long for it."""
+        """Whether to use the plan for ``work``."""
         if key != self.key or not work.decodes:
             return False
-        if self.whole or not self.grows:
-            return self.whole
-        spare = self.pages - work.lengths.pages
-        return bool(spare.min() >= 0 and spare.sum() <= self.total // 8 + 2 * len(spare))
+        if self.most is None:
+            return True
+        spare = self.most - work.lengths.pages
+        return bool(spare.min() >= 0 and spare.sum() <= self.slack)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvfactory.errors import BooksError, Problem, SpecError
 from kvfactory.flashinfer_runtime import finish, masks
+from kvfactory.flashinfer_runtime.calls import Call
 from kvfactory.flashinfer_runtime.choose import FULL
-from kvfactory.flashinfer_runtime.library import Call
 from kvfactory.flashinfer_runtime.schedule import Launch, Schedule, Scheduler, lists_of
 from kvfactory.flashinfer_runtime.sizes import Served
 from kvfactory.flashinfer_runtime.store import Layer, Store

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvfactory.errors import Problem, SpecError
 from kvfactory.flashinfer_runtime import masks
+from kvfactory.flashinfer_runtime.calls import Lists, Module, Space
 from kvfactory.flashinfer_runtime.choose import FULL, KernelName, Shape
-from kvfactory.flashinfer_runtime.library import Lists, Module, Space
 from kvfactory.flashinfer_runtime.lists import ListJob, build_lists
 from kvfactory.flashinfer_runtime.partials import query_tile
 from kvfactory.flashinfer_runtime.plans import Ask, Planner

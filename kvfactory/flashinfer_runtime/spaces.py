@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfactory.flashinfer_runtime.library import Space
+from kvfactory.flashinfer_runtime.calls import Space
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfactory.flashinfer_runtime.library import Lists
+from kvfactory.flashinfer_runtime.calls import Lists
 
 NAN = 0x7F
 """The e4m3 code without its sign."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvfactory.flashinfer_runtime.library import Lists, XqaCall
+from kvfactory.flashinfer_runtime.calls import Lists, XqaCall
 from kvfactory.flashinfer_runtime.schedule import Launch
 from kvfactory.flashinfer_runtime.store import Layer
 from kvfactory.flashinfer_runtime.tails import clear_nans

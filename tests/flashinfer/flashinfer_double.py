@@ -16,8 +16,8 @@ from flashinfer_plans import Taken, decode_plan, prefill_plan
 from flashinfer_tape import Tape
 from torch import Tensor
 
+from kvfactory.flashinfer_runtime.calls import Call, Lists, Module, Sizes, Space, XqaCall
 from kvfactory.flashinfer_runtime.choose import ModuleKey
-from kvfactory.flashinfer_runtime.library import Call, Lists, Module, Sizes, Space, XqaCall
 
 H200_SMS = 132
 
@@ -76,6 +76,10 @@ class DoubleModule:
         number = len(self.library.plans)
         self.library.memory[space.ints.data_ptr()] = (number, copies)
         return number
+
+    def splits(self, info: int) -> bool:
+        sizes = self.library.plans[info - 1][1]
+        return self.key.kernel in LENGTHS_IN_PLAN or taken_by(self.key, sizes).split
 
     def _check_room(self, space: Space, sizes: Sizes) -> None:
         """The real library refuses plans that outgrow their workspaces."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfactory.flashinfer_runtime.library import Sizes
+from kvfactory.flashinfer_runtime.calls import Sizes
 from kvfactory.flashinfer_runtime.partials import query_tile
 
 INDEX, FLOAT = 4, 4

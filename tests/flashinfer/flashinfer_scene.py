@@ -17,7 +17,7 @@ from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache
 from kvfactory.flashinfer_runtime.bind import bind
-from kvfactory.flashinfer_runtime.library import Library
+from kvfactory.flashinfer_runtime.calls import Library
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, TensorPlan
 from kvfactory.pools import Pool
@@ -141,7 +141,7 @@ class Scene:
             q, k, v = self.inputs(group, tokens)
             found = self.cache.attend(group.layers[0], q, k, v, step, group=group.group, **extra)
             wanted = self.oracle(group, q, k, v, step, **extra)
-            close(found, wanted, self.tolerance(group))
+            close(found, wanted, self.tolerance(group), f"{group.name}, {tokens} tokens")
 
     def oracle(
         self, group: GroupPlan, q: Tensor, k: Tensor, v: Tensor | None, step: Step, **extra: Any
@@ -151,7 +151,8 @@ class Scene:
         return Oracle(group, self.pools[group.name]).attend(0, q.double(), step, given)
 
     def tolerance(self, group: GroupPlan) -> float:
-        return 4e-2 if self.plan.spec.backend.accuracy == "fast" else 5e-3
+        """Of a few rows; the 8-bit arithmetic of ``fast`` is held to 4e-2 over many."""
+        return 5e-2 if self.plan.spec.backend.accuracy == "fast" else 5e-3
 
     def turns(self, lengths: Sequence[Sequence[int]]) -> None:
         """Steps of new tokens per sequence, each checked and committed."""
@@ -167,7 +168,12 @@ class Scene:
         self.cache.commit(step)
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+def close(found: Tensor, wanted: Tensor, tolerance: float, what: str = "") -> None:
     """Relative error in the Frobenius norm; NaN never passes."""
-    error = (found.double() - wanted).norm() / wanted.norm().clamp(min=1e-9)
-    assert error < tolerance, f"relative error {error:.2e}"
+    error = relative_error(found, wanted)
+    assert error < tolerance, f"relative error {error:.2e} {what}"
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """In the Frobenius norm."""
+    return float((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-9))

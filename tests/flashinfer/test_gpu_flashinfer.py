@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_scene import FP8, GROUP, LATENT, WINDOW, Scene, close, plan_of
+from flashinfer_batches import HEADS, ROOMY, group_of, plan_batches
+from flashinfer_card import FULL, HYBRID, LOCAL, LONG, Groups, on_hopper, scene_of
+from flashinfer_scene import FP8, LATENT, close, relative_error
 from test_flashinfer_graphs import captured, replayed
 
-from kvfactory.errors import BuildError
+from kvfactory.flashinfer_runtime.calls import Library
 from kvfactory.flashinfer_runtime.choose import ModuleKey
-from kvfactory.flashinfer_runtime.library import Library, installed
 from kvfactory.runtime.steps import Step
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +32,6 @@ MODULES = [
     ModuleKey("fa2", BF16, BF16, 256, 256, False, False),
 ]
 
-FULL = {**GROUP, "head_dim": 128}
-LOCAL = {**WINDOW, "head_dim": 128}
-HYBRID = {"full": FULL, "local": {**LOCAL, "layers": "2-3"}}
-Groups = dict[str, dict[str, Any]]
 MODELS: dict[str, Groups] = {"full": {"full": FULL}, "window": {"local": LOCAL}, "hybrid": HYBRID}
 QUANTS = {"bf16": {"k": "plain", "v": "plain"}, "fp8": FP8}
 LAYOUTS = ["nhd", "hnd", "paged_kv", "page_major", "token_major", "record"]
@@ -42,26 +39,7 @@ LAYOUTS = ["nhd", "hnd", "paged_kv", "page_major", "token_major", "record"]
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU")
-    try:
-        found = installed()
-    except BuildError as error:
-        pytest.skip(str(error))
-    found.load(MODULES)
-    return found
-
-
-def scene_of(library: Library, groups: Groups, **options: Any) -> Scene:
-    card = torch.cuda.get_device_properties(0)
-    device = {"num_sms": card.multi_processor_count}
-    options = {"workload": {"requests": 4, "tokens": 2600}, "engine": {}, **options}
-    options["engine"] = {"prefill_chunk_tokens": 4096, "max_requests": 8, **options["engine"]}
-    plan = plan_of(groups, device=device, **options)
-    return Scene(plan, library=library, device="cuda")
-
-
-LONG = [(2000, 17, 90), (1, 1, 1), (70, 1, 33), (1, 1, 1)]
+    return on_hopper(MODULES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,6 +141,101 @@ def test_xqa(library: Library, layout: str) -> None:
         step = scene.cache.extend(sequences[:some], 1)
         replayed(scene, graph, model, step, some)
         scene.cache.commit(step)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_head_dim_256(library: Library, sm: int) -> None:
+    """By fa2, for decode and prefill; on Hopper as in deterministic mode."""
+    backend = {"deterministic": sm == 90}
+    group = {**FULL, "head_dim": 256}
+    kv = {"page_tokens": 16}
+    scene = scene_of(library, {"full": group}, kv=kv, backend=backend, device={"sm": sm})
+    scene.turns(LONG)
+    sequences = scene.cache.open(3)
+    scene.advance(sequences, [700, 3, 64])
+    graph, model = captured(scene, 4)
+    for some in (3, 1, 2):
+        step = scene.cache.extend(sequences[:some], 1)
+        replayed(scene, graph, model, step, some)
+        scene.cache.commit(step)
+
+
+def test_cross_attention(library: Library) -> None:
+    cross = {**FULL, "kind": "cross", "encoder_tokens": 400}
+    scene = scene_of(library, {"full": FULL, "cross": cross}, kv={"page_tokens": 16})
+    sequences = scene.cache.open(2, cross_tokens=[130, 400])
+    group = scene.plan.by_name["cross"]
+    for number, counts in enumerate(([60, 300], [1, 1], [5, 1])):
+        step = scene.cache.extend(sequences, counts)
+        _, k, v = scene.inputs(group, 530)
+        q = scene.normal(sum(counts), 8, 128)
+        new = (None, None) if number else (k, v)
+        found = scene.cache.attend(0, q, *new, step, group="cross")
+        close(found, scene.oracle(group, q, k, v, step), 5e-3)
+        scene.cache.commit(step)
+
+
+@pytest.mark.parametrize("change", [{"v_head_dim": 0}, {"causal": False}], ids=["k", "both"])
+@pytest.mark.parametrize("quant", list(QUANTS))
+def test_keys_alone_and_both_directions(
+    library: Library, quant: str, change: dict[str, Any]
+) -> None:
+    kv = {"page_tokens": 16, "quant": QUANTS[quant]}
+    scene_of(library, {"full": {**FULL, **change}}, kv=kv).turns(LONG)
+
+
+@pytest.mark.parametrize("requests", [30, 140])
+@pytest.mark.parametrize("quant", list(QUANTS))
+def test_many_requests_split_or_whole(library: Library, quant: str, requests: int) -> None:
+    """Fewer requests than blocks are split over keys; others keep one plan whatever they grow to.
+
+    A graph of one size, and eager steps, while most requests stay away for some steps.
+    """
+    heads = {"q_heads": 32, "kv_heads": 8}
+    groups = {name: {**group, **heads} for name, group in HYBRID.items()}
+    workload = {"requests": requests, "tokens": 700}
+    engine = {"max_requests": requests, "prefill_chunk_tokens": 8192}
+    kv = {"page_tokens": 16, "quant": QUANTS[quant]}
+    scene = scene_of(library, groups, kv=kv, workload=workload, engine=engine)
+    cache = scene.cache
+    sequences = cache.open(requests)
+    scene.advance(sequences, [1 + 37 * n % 50 for n in range(requests)])
+    for _ in range(5):
+        scene.advance(sequences[:10], [100] * 10)
+    graph, model = captured(scene, requests)
+    for some in (requests, 7, requests, requests // 2):
+        step = cache.extend(sequences[:some], 1)
+        replayed(scene, graph, model, step, some)
+        cache.commit(step)
+        scene.advance(sequences[:some], [1] * some)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "x".join(map(str, heads)))
+@pytest.mark.parametrize("quant", list(QUANTS))
+def test_reserved_bytes_hold_every_plan(
+    library: Library, quant: str, heads: tuple[int, int]
+) -> None:
+    """FlashInfer's own planners raise when a workspace is too small."""
+    kv = {**ROOMY["kv"], "quant": QUANTS[quant]}
+    options = {**ROOMY, "kv": kv, "workload": {"requests": 4, "tokens": 160}}
+    scene = scene_of(library, {"main": group_of(heads)}, **options)
+    assert plan_batches(scene, rounds=12) > 12
+
+
+def test_the_accuracy_class_of_xqa(library: Library) -> None:
+    """Over many rows of N(0, 1)."""
+    kv = {"page_tokens": 16, "quant": FP8}
+    workload = {"requests": 32, "tokens": 1100}
+    options = {"kv": kv, "workload": workload, "engine": {"max_requests": 32}}
+    scene = scene_of(library, {"full": FULL}, backend={"accuracy": "fast"}, **options)
+    sequences = scene.cache.open(32)
+    for first in range(0, 32, 4):
+        scene.advance(sequences[first : first + 4], [1000] * 4)
+    step, group = scene.cache.extend(sequences, 1), scene.plan.groups[0]
+    q, k, v = scene.inputs(group, 32)
+    found = scene.cache.attend(0, q, k, v, step)
+    error = relative_error(found, scene.oracle(group, q, k, v, step))
+    assert 1e-2 < error < 4e-2
 
 
 def test_cuda_cores(library: Library) -> None:
