@@ -278,6 +278,21 @@ class Books:
         checks.reserve(self._ledger, tokens, cross_tokens)
         return self._segments.add(self._ledger.reserve(tokens, cross_tokens))
 
+    def require_room(self, sequences: abc.Sequence[tuple[int, int]]) -> None:
+        """Check that ``reserve`` and ``adopt``, or ``open``, have room for all of ``sequences``.
+
+        They are (tokens, encoder tokens) each; 0 tokens for an empty one.
+
+        Raises:
+            OutOfPages: a problem for everything that is short.
+            BooksError: more tokens than a row holds.
+        """
+        self.settle()
+        for tokens, cross_tokens in sequences:
+            if tokens:
+                checks.reserve(self._ledger, tokens, cross_tokens)
+        self._ledger.require_room(len(sequences), sequences, slots=0)
+
     def adopt(self, segment: Segment) -> Sequence:
         """A sequence that takes a held segment over: its pages and state slots, nothing copied.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
 from itertools import chain
 
@@ -146,18 +147,30 @@ class Ledger:
         found = (state.tracking.last(row, committed) for state in self.states.values())
         return min(found, default=0)
 
+    def require_room(self, rows: int, sequences: abc.Iterable[tuple[int, int]], slots: int) -> None:
+        """Check for ``rows`` request rows, with ``slots`` more state slots beside those of rows,
+        and for the pages of ``sequences``, of (tokens, encoder tokens) each.
+
+        Raises:
+            OutOfPages: a problem for everything that is short.
+        """
+        lengths, tables = list(sequences), self.page_tables
+        pages = [
+            (table.pages, sum(len(table.span(0, n[name in self.encoders])) for n in lengths))
+            for name, table in tables.items()
+        ]
+        states = [(s.slots, rows * s.row_slots + slots) for s in self.states.values()]
+        require((self.requests.rows, rows), *pages, *states)
+
     def reserve(self, tokens: int, cross_tokens: int) -> Segment:
         """New pages and state slots, of no row, for the first ``tokens`` tokens of a sequence.
 
         Raises:
             OutOfPages: pages or state slots are short; nothing is taken then.
         """
+        self.require_room(0, [(tokens, cross_tokens)], slots=1)
         stops = dict.fromkeys(self.tables, tokens) | dict.fromkeys(self.encoders, cross_tokens)
         tables = self.page_tables
-        pages = [
-            (tables[name].pages, len(tables[name].span(0, stop))) for name, stop in stops.items()
-        ]
-        require(*pages, *((state.slots, 1) for state in self.states.values()))
         parts = {name: tables[name].fresh_part(stop) for name, stop in stops.items()}
         slots = {name: state.take() for name, state in self.states.items()}
         return Segment(0, tokens, parts, slots, cross_tokens)

@@ -39,6 +39,7 @@ def regions(
 
 def receive(parts: Parts, states: StateStore, tokens: int, cross_tokens: int) -> SequenceId:
     """``Cache.receive``."""
+    parts.books.require_room([(tokens, cross_tokens)])
     segments: list[Segment] = []
     sequence = open_empty(parts.books, SequenceShape(tokens, cross_tokens), segments)
     states.copy_due()

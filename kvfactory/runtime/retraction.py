@@ -72,44 +72,41 @@ def load(parts: Parts, states: StateStore, image: CacheImage) -> list[SequenceId
 
     Raises:
         OutOfPages: too few pages, slots or rows for all of them; nothing was taken.
+        BooksError: a sequence that is longer than a row of this cache; nothing was taken.
         SpecError: an image of other groups, formats, page sizes or constants.
     """
     _check(parts, image)
-    books = parts.books
-    opened: list[SequenceId] = []
+    parts.books.require_room([(shape.tokens, shape.cross_tokens) for shape in image.sequences])
     segments: list[Segment] = []
+    opened = [open_empty(parts.books, shape, segments) for shape in image.sequences]
     try:
-        for shape in image.sequences:
-            opened.append(open_empty(books, shape, segments))
-        states.copy_due()
-        ids = page_ids(segments)
-        for group, pool in parts.stored():
-            if group.name in image.pages:
-                pool.load(image.pages[group.name], ids[group.table])
-        for state in parts.plan.states if segments else ():
-            states.adopt(state.name, ids[state.name])
+        _fill(parts, states, image, page_ids(segments))
     except BaseException:
-        for sequence in reversed(opened):
-            books.close([sequence])
+        parts.books.close(opened)
         raise
     return opened
 
 
+def _fill(parts: Parts, states: StateStore, image: CacheImage, ids: Mapping[str, Int64]) -> None:
+    """Bring ``image`` to pages and state slots ``ids`` by table."""
+    states.copy_due()
+    for group, pool in parts.stored():
+        if group.name in image.pages:
+            pool.load(image.pages[group.name], ids[group.table])
+    for state in parts.plan.states if ids else ():
+        states.adopt(state.name, ids[state.name])
+
+
 def open_empty(books: Books, shape: SequenceShape, segments: list[Segment]) -> SequenceId:
-    """A sequence of ``shape`` whose contents are to be filled in, all taken or nothing.
+    """A sequence of ``shape`` whose contents are to be filled in. The caller asked for room.
 
     What it owns is appended to ``segments``, unless it has no tokens.
     """
     if not shape.tokens:
         return books.open(1)[0]
     segment = books.reserve(shape.tokens, shape.cross_tokens)
-    try:
-        sequence = books.adopt(segment)
-    except BaseException:
-        books.release(segment)
-        raise
     segments.append(segment)
-    return sequence
+    return books.adopt(segment)
 
 
 def page_ids(views: Sequence[Segment]) -> dict[str, Int64]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
 from kvfactory.books import Books, BooksShape, StateShape, TableShape
+from kvfactory.books.allocator import Allocator
+from kvfactory.errors import BooksError, OutOfPages
 from kvfactory.kinds import Lifetime
 
 FULL = TableShape("full", Lifetime("whole"), page_tokens=4, num_pages=25, row_pages=10)
@@ -16,6 +19,14 @@ LOCAL = TableShape("local", Lifetime("window", 5), page_tokens=2, num_pages=33, 
 CHUNKED = TableShape("chunked", Lifetime("chunk", 6), page_tokens=4, num_pages=25, row_pages=10)
 CROSS = TableShape("cross", Lifetime("encoder", 7), page_tokens=4, num_pages=9, row_pages=2)
 STATE = StateShape("state", num_slots=8)
+
+
+MODES = {"one": (1, False), "two": (2, False), "lazy": (2, True)}
+
+
+def tracked_states(mode: str, num_slots: int = 20, checkpoints: int = 4) -> StateShape:
+    tracking, lazy = MODES[mode]
+    return StateShape("state", num_slots, tracking, lazy, checkpoints)
 
 
 def books_of(*shapes: TableShape | StateShape, max_requests: int = 6, in_flight: int = 2) -> Books:
@@ -40,6 +51,51 @@ def snapshot(value: Any) -> Any:
         scratch = ("_last", "_mark", "_any_exposed", "_longest")
         return {key: snapshot(item) for key, item in vars(value).items() if key not in scratch}
     return value
+
+
+def twin(books: Books) -> Books:
+    """Books in the same state that know the same segments and steps."""
+    known = [*books._segments._held, *(flight.record for flight in books._flights._queue)]
+    return copy.deepcopy(books, {id(item): item for item in known})
+
+
+def starve(allocator: Allocator, left: int) -> None:
+    """Let an allocator have at most ``left`` free ids, as if others held the rest."""
+    allocator._top = max(allocator._top, allocator._stack.size - left)
+
+
+def inject_shortages(books: Books, operation: Callable[[Books], Any]) -> None:
+    """Make every table too short for ``operation``, each on a copy; the books are left alone.
+
+    With no free id, and with one less than it takes, it is refused, names the table and changes
+    nothing; with as many as it says that it takes, the table is not short.
+    """
+    for allocator in books._ledger.allocators:
+        need = refusal(books, operation, allocator.path, 0)
+        if need > 1:
+            assert refusal(books, operation, allocator.path, need - 1) == need
+        if 0 < need <= allocator.free:
+            assert not refusal(books, operation, allocator.path, need)
+
+
+def refusal(books: Books, operation: Callable[[Books], Any], path: str, left: int) -> int:
+    """What ``operation`` says that it takes of the table at ``path``, which has ``left`` ids; 0
+    where it is not refused for that, or refused whatever there is.
+    """
+    trial = twin(books)
+    (short,) = (a for a in trial._ledger.allocators if a.path == path)
+    starve(short, left)
+    before = snapshot(trial)
+    try:
+        operation(trial)
+    except OutOfPages as error:
+        needs = {problem.path: int(problem.need) for problem in error.problems}
+    except BooksError:
+        needs = {}
+    else:
+        return 0
+    assert snapshot(trial) == before
+    return needs.get(path, 0)
 
 
 def audit(books: Books) -> None:
