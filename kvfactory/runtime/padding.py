@@ -58,6 +58,8 @@ def padded(record: StepRecord, shape: GraphShape, page_tokens: Mapping[str, int]
     _check(record, shape, encoders)
     batch, rows, each = shape.batch, shape.rows, shape.each
     missing = batch - len(record.rows)
+    if not missing and len(record.positions) == rows:
+        return record
     ends = record.q_indptr[-1] + each * np.arange(1, missing + 1)
     positions = _filled(record.positions, rows, 0)
     positions[int(record.q_indptr[-1]) :][: each * missing] = np.tile(np.arange(each), missing)
