@@ -220,8 +220,9 @@ class Cache:
             accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
         self.states.check(step.host, accepted)
         done = self.books.commit(step.host, accepted)
-        counts = accepted.counts if isinstance(accepted, DeviceCounts) else done.accepted
-        self._parts.buffers.commit(step.host, counts)
+        if accepted is not None:
+            counts = accepted.counts if isinstance(accepted, DeviceCounts) else done.accepted
+            self._parts.buffers.commit(step.host, counts)
         self.states.commit(step, done, accepted)
         for group, pool in self._parts.stored():
             moves = done.moves.get(group.table)

@@ -90,7 +90,15 @@ def flat_ids(views: GroupViews, ids: Ids, what: str, mask: Tensor | None = None)
         SpecError: not integers.
         BooksError: an id on the host that is not in the pool.
     """
+    if isinstance(ids, Tensor) and ids.is_cuda and _is_flat(ids, views.arena.device):
+        return ids
     return sent(_in_pool(views, as_ids(ids, what), what, mask), views.arena.device).contiguous()
+
+
+def _is_flat(ids: Tensor, device: torch.device) -> bool:
+    """Whether ``ids`` are what operations take, as those of steps are."""
+    flat = ids.dim() == 1 and ids.dtype == torch.int64 and ids.is_contiguous()
+    return flat and ids.device == device
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
@@ -188,10 +196,7 @@ def rows(
     Raises:
         SpecError: missing or unknown names, wrong shapes, types or devices; all of them.
     """
-    wanted = {
-        tensor.name: tuple(extent for _, extent in tensor.logical.axes)
-        for tensor in views.group.tensors
-    }
+    wanted = views.tensor_shapes
     wrong = [*_name_problems(wanted, given, "tensor"), *_shape_problems(wanted, given, shape)]
     for name, value in given.items():
         if value.dtype not in FLOATS:
@@ -200,6 +205,8 @@ def rows(
         wrong += _device_problems(views, name, value)
     if wrong:
         raise SpecError(*wrong)
+    if len(shape) == 1:
+        return {name: given[name] for name in wanted}
     return {name: given[name].reshape(-1, *axes) for name, axes in wanted.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class GroupViews:
     def stateful(self) -> bool:
         """Whether this is a state group: no slot axis, a page is a state slot."""
         return self.group.kind == "linear"
+
+    @cached_property
+    def tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensor name -> its own axes, in which rows are given."""
+        tensors = self.group.tensors
+        return {t.name: tuple(extent for _, extent in t.logical.axes) for t in tensors}
 
     def layer_constants(self, tensor: str, layer_index: int) -> dict[str, Tensor]:
         """Constant name -> float32 [*shape] of one layer, views into the arena."""

@@ -163,11 +163,12 @@ class StepBuffers:
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _size(self, record: StepRecord) -> StepSize:
+        batch, tokens = len(record.rows), len(record.positions)
         longest = int(record.lengths.max(initial=0))
         return StepSize(
-            batch=len(record.rows),
-            tokens=len(record.positions),
-            most_tokens=int(np.diff(record.q_indptr).max(initial=0)),
+            batch=batch,
+            tokens=tokens,
+            most_tokens=1 if tokens == batch else int(np.diff(record.q_indptr).max(initial=0)),
             most_pages=max(
                 (min(t.live_pages, ceil_div(longest, t.page_tokens)) for t in self._plan.tables),
                 default=0,

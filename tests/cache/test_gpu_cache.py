@@ -125,7 +125,12 @@ def test_counts_on_the_device_shorten_open_steps(model: str) -> None:
 
 
 def test_more_updates_of_tables_than_a_step_has_room_for() -> None:
-    cache = _cache("full", kv={"page_tokens": 1}, workload={"requests": 12, "tokens": 64})
+    cache = _cache(
+        "full",
+        kv={"page_tokens": 1},
+        workload={"requests": 12, "tokens": 64},
+        engine={"prefill_chunk_tokens": 64},
+    )
     room = next(f for f in cache.plan.fields if f.name == "updates").elements // 4
     sequences = cache.open(12)
     for sequence in sequences:
