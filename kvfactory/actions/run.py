@@ -23,6 +23,7 @@ from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.report.progress import track
 from kvfactory.report.tables import columns, plan_text
+from kvfactory.sizing import crowded_chunks
 from kvfactory.spec import Spec
 from kvfactory.verify.attention import Verdict
 
@@ -107,8 +108,7 @@ def execute(laid: CachePlan) -> RunResult:
     built = time.perf_counter()
     effort = choose(laid)
     loop = Loop(cache, effort)
-    chunk = min(laid.spec.engine.prefill_chunk_tokens, ceil_div(sum(effort.lengths), PREFILL_STEPS))
-    steps = schedule(effort.lengths, chunk, effort.quiet)
+    steps = schedule(effort.lengths, chunk_tokens(laid, effort.lengths), effort.quiet)
     for counts, attended in track(steps, "verifying"):
         loop.step(counts, attended)
     loop.finish()
@@ -123,6 +123,16 @@ def execute(laid: CachePlan) -> RunResult:
         total_seconds=time.perf_counter() - started,
         verdicts=loop.verdicts(),
     )
+
+
+def chunk_tokens(laid: CachePlan, lengths: Sequence[int]) -> int:
+    """Prompt tokens a step: as many as planned, or as there are pages for beside the others.
+
+    At least ``PREFILL_STEPS`` steps of them make up the prompts of requests of ``lengths``.
+    """
+    crowded = crowded_chunks(laid.tables, laid.spec, len(lengths)).values()
+    few = ceil_div(sum(lengths), PREFILL_STEPS)
+    return min(laid.spec.engine.prefill_chunk_tokens, few, *crowded)
 
 
 def schedule(

@@ -9,9 +9,9 @@ import torch
 from cache_support import MODELS, cache_of, spec_of
 from torch import Tensor
 
-from kvfactory.actions.effort import SECONDS, choose, sample, seconds
+from kvfactory.actions.effort import SECONDS, choose, request_lengths, sample, seconds
 from kvfactory.actions.loop import Loop
-from kvfactory.actions.run import execute, schedule
+from kvfactory.actions.run import chunk_tokens, execute, schedule
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import Recurrence, Select
 from kvfactory.verify.attention import Verdict, Workload
@@ -33,6 +33,16 @@ def test_every_group_gets_a_verdict(model: str, kv: dict[str, Any]) -> None:
         if isinstance(group.work, Select):
             assert "recall" in verdict.note
             assert ("recall 1.0000" in verdict.note) == (not kv)
+
+
+def test_many_requests_share_the_pages_of_a_window() -> None:
+    """Where all are at their longest there is room for chunks of two tokens."""
+    crowd = {"requests": 40, "tokens": 24}
+    laid = plan(spec_of(MODELS["windows"], workload=crowd, engine={"prefill_chunk_tokens": 256}))
+    lengths = request_lengths(laid)
+    assert chunk_tokens(laid, lengths[:4]) == sum(lengths[:4]) // 3 + 1
+    assert chunk_tokens(laid, lengths) < 8
+    assert execute(laid).passed
 
 
 def _verdict(change: Any, model: str = "dsa") -> Verdict:
