@@ -24,6 +24,7 @@ from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.report.progress import track
 from kvfactory.report.tables import columns, plan_text
 from kvfactory.sizing import crowded_chunks
+from kvfactory.sizing.demand import FULL_SPEED_REQUESTS
 from kvfactory.spec import Spec
 from kvfactory.verify.attention import Verdict
 
@@ -126,13 +127,15 @@ def execute(laid: CachePlan) -> RunResult:
 
 
 def chunk_tokens(laid: CachePlan, lengths: Sequence[int]) -> int:
-    """Prompt tokens a step: as many as planned, or as there are pages for beside the others.
+    """Prompt tokens a step: as planned, or as many as there are pages for beside the others.
 
     At least ``PREFILL_STEPS`` steps of them make up the prompts of requests of ``lengths``.
     """
-    crowded = crowded_chunks(laid.tables, laid.spec, len(lengths)).values()
-    few = ceil_div(sum(lengths), PREFILL_STEPS)
-    return min(laid.spec.engine.prefill_chunk_tokens, few, *crowded)
+    spec, most = laid.spec, [ceil_div(sum(lengths), PREFILL_STEPS)]
+    if len(lengths) > FULL_SPEED_REQUESTS:  # then a plan speaks of chunks of one request
+        most.append(spec.workload.mean_tokens or spec.workload.tokens)
+    crowded = crowded_chunks(laid.tables, spec, len(lengths)).values()
+    return min(spec.engine.prefill_chunk_tokens, *most, *crowded)
 
 
 def schedule(

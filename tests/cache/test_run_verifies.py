@@ -35,13 +35,15 @@ def test_every_group_gets_a_verdict(model: str, kv: dict[str, Any]) -> None:
             assert ("recall 1.0000" in verdict.note) == (not kv)
 
 
-def test_many_requests_share_the_pages_of_a_window() -> None:
-    """Where all are at their longest there is room for chunks of two tokens."""
-    crowd = {"requests": 40, "tokens": 24}
-    laid = plan(spec_of(MODELS["windows"], workload=crowd, engine={"prefill_chunk_tokens": 256}))
+@pytest.mark.parametrize("requests", [24, 32])
+def test_many_requests_share_the_pages_of_a_window(requests: int) -> None:
+    """There are none for whole chunks of all of them at once."""
+    crowd = {"requests": requests, "tokens": 64}
+    groups = {"local": {**MODELS["windows"]["local"], "layers": [0]}}
+    laid = plan(spec_of(groups, workload=crowd, engine={"prefill_chunk_tokens": 512}))
     lengths = request_lengths(laid)
-    assert chunk_tokens(laid, lengths[:4]) == sum(lengths[:4]) // 3 + 1
-    assert chunk_tokens(laid, lengths) < 8
+    assert chunk_tokens(laid, lengths[:4]) == -(-sum(lengths[:4]) // 3)
+    assert chunk_tokens(laid, lengths) < sum(lengths) // 8
     assert execute(laid).passed
 
 
