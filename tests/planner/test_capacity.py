@@ -65,3 +65,15 @@ def test_capacity_of_every_model(path: Path) -> None:
         most = _most(laid)
         assert laid.limits.admitted <= most
         assert laid.limits.admitted >= 0.99 * most, (spec.workload.tokens, most)
+
+
+@pytest.mark.parametrize("path", model_files(), ids=lambda path: path.stem)
+def test_kernels_keep_little_of_the_budget(path: Path) -> None:
+    """The same with what the kernels that ``auto`` picks on an H200 keep; one request is allowed,
+    which of fewer than a hundred is more than 0.01."""
+    for kv in ({}, FP8):
+        for tokens in (1024, 131072):
+            parts = {"device": H200, "memory": {"budget": "80GiB"}, "backend": {"name": "auto"}}
+            laid = plan(spec_of(read_yaml(path), kv=kv, workload={"tokens": tokens}, **parts))
+            most = _most(laid)
+            assert laid.limits.admitted >= min(0.99 * most, most - 1), (tokens, most)
