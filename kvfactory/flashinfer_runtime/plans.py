@@ -25,6 +25,8 @@ from kvfactory.runtime.steps import Step
 
 HEADROOM = 64
 """A decode plan that splits is made for requests 1/64 (at least a page) longer than they are."""
+LOOK_EVERY = 16
+"""Steps after which to look whether splitting would pay by now."""
 NARROW_TILE = 64
 
 
@@ -101,7 +103,8 @@ class Planner:
         owner = step.buffer if step.graph else 0
         key = (ask.name, ask.window_left, owner, work.batch)
         held = area.holder
-        if isinstance(held, Held) and held.fits(key, work):
+        area.uses += 1
+        if isinstance(held, Held) and held.fits(key, work, area.uses):
             return held.space, held.info
         parts = self._parts(ask, step)
         whole = self._whole(ask, parts)
@@ -115,7 +118,7 @@ class Planner:
         info = self.module(ask).plan(space, self._sizes(step, ask, pages, parts, graph))
         staging.mark()
         self.made += 1
-        area.holder = self._held(ask, whole, Held(key, space, info, pages, 0))
+        area.holder = self._held(ask, whole, Held(key, space, info, pages, 0, False))
         return space, info
 
     def _held(self, ask: Ask, whole: bool, plan: Held) -> Held | None:
@@ -127,7 +130,8 @@ class Planner:
         if not self._grows(ask):
             return None
         if not self.module(ask).splits(plan.info):
-            return plan._replace(most=plan.most + plan.most // 4 + 4, slack=total // 2 + 8 * batch)
+            most, slack = plan.most + plan.most // 4 + 4, total // 2 + 8 * batch
+            return plan._replace(most=most, slack=slack, whole=True)
         return plan._replace(slack=total // 8 + 2 * batch) if ask.name == "fa2" else None
 
     def module(self, ask: Ask) -> Module:
@@ -201,7 +205,8 @@ class Planner:
 class Held(NamedTuple):
     """What an area holds: a plan that is right for requests of up to ``most`` pages each.
 
-    With ``most`` None that is for any; ``slack`` pages fewer in all it is far too long.
+    With ``most`` None that is for any; ``slack`` pages fewer in all it is far too long. A plan that
+    keeps requests ``whole`` is right for any, and beyond ``most`` only not the fastest.
     """
 
     key: object
@@ -209,12 +214,13 @@ class Held(NamedTuple):
     info: Any
     most: Counts | None
     slack: int
+    whole: bool
 
-    def fits(self, key: object, work: Work) -> bool:
-        """Whether to use the plan for ``work``."""
+    def fits(self, key: object, work: Work, uses: int) -> bool:
+        """Whether to use the plan for ``work``, when its area has served ``uses`` times."""
         if key != self.key or not work.decodes:
             return False
-        if self.most is None:
+        if self.most is None or (self.whole and uses % LOOK_EVERY):
             return True
         spare = self.most - work.lengths.pages
         return bool(spare.min() >= 0 and spare.sum() <= self.slack)

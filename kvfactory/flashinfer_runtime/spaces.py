@@ -32,13 +32,15 @@ class Staging:
 class PlanArea:
     """Device bytes of one plan at a time, with ``turns`` of staging.
 
-    ``holder`` names what the bytes hold now, so that a plan of theirs can be used again.
+    ``holder`` names what the bytes hold now, so that a plan of theirs can be used again; ``uses``
+    counts the times that a plan was asked of it.
     """
 
     floats: Tensor
     ints: Tensor
     turns: list[Staging]
     holder: object = None
+    uses: int = 0
     _turn: int = field(default=0)
 
     def next(self) -> tuple[Space, Staging]:
