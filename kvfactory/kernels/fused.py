@@ -23,7 +23,7 @@ from kvfactory.kernels.baked import RowsSpec
 from kvfactory.kernels.compiled import ALL, row_programs
 from kvfactory.kernels.launch import Argument, Kernel, pointer
 from kvfactory.kernels.ops import MOST_FORMS, TritonOps, entry_steps, steppable
-from kvfactory.kernels.rows import _write_tensor
+from kvfactory.kernels.rows import write_tensor
 from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import Ops, Pool, Write
 from kvfactory.quant.numerics import torch_dtype
@@ -37,7 +37,7 @@ def write_groups(
     """``rows.write`` of all entries, with an index ``layers[i]`` for each tensor."""
     start = 0
     for i in tl.static_range(count(SPEC, "tensors")):
-        start = _write_tensor(
+        start = write_tensor(
             arena, errors, slots, slots, n, 1, layers[i], xs[i], steps[2 * i], steps[2 * i + 1],
             start, SPEC, i, KEEP, ALIGNED,
         )  # fmt: skip

@@ -276,7 +276,7 @@ def write(
     """
     start = 0
     for i in tl.static_range(count(SPEC, "tensors")):
-        start = _write_tensor(
+        start = write_tensor(
             arena, errors, slots, keep, n, width, layer, xs[i], steps[2 * i], steps[2 * i + 1],
             start, SPEC, i, KEEP, ALIGNED,
         )  # fmt: skip
@@ -291,10 +291,11 @@ def _begin(flat, entry_step, first_step, TENSOR: tl.constexpr):
 
 
 @triton.jit
-def _write_tensor(
+def write_tensor(
     arena, errors, slots, keep, n, width, layer, x, entry_step, first_step, start,
     SPEC: tl.constexpr, NTH: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Encode the NTH tensor's rows, by the programs from ``start`` on: where its last one ends."""
     TENSOR: tl.constexpr = get(SPEC, "tensors", NTH)
     R: tl.constexpr = get(TENSOR, "tile_rows")
     ROWS: tl.constexpr = slot_rows(TENSOR)
