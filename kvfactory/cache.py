@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from kvfactory.books import Accepted, Committed, Segment, StepRecord
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Pool, Region
+from kvfactory.runtime.arguments import check_step
 from kvfactory.runtime.foreign import ForeignBatch, Ids, foreign_record
 from kvfactory.runtime.gate import Gate
 from kvfactory.runtime.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
@@ -151,8 +151,8 @@ class Cache:
         """
         if parents is not None:
             self._work.check_tree()
-        counts = new_tokens if isinstance(new_tokens, int) else list(new_tokens)
-        tree = None if parents is None else np.asarray(parents, np.int64)
+        counts = new_tokens.tolist() if isinstance(new_tokens, Tensor) else new_tokens
+        tree = parents.numpy() if isinstance(parents, Tensor) else parents
         return self._start(self.books.extend(sequences, counts, tree))
 
     def _start(self, record: StepRecord) -> Step:
@@ -216,6 +216,7 @@ class Cache:
         """
         if self._parts.errors is not None:
             self._parts.errors.check()
+        check_step(step, self._parts.buffers)
         if isinstance(accepted, Tensor):
             accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
         self.states.check(step.host, accepted)
@@ -256,7 +257,9 @@ class Cache:
 
         Raises:
             SpecError: a step that the graph's shape does not hold.
+            BooksError: as ``attend``.
         """
+        check_step(step, self._parts.buffers)
         graph.fill(step)
 
     # ---- attention ---------------------------------------------------------------------------
@@ -284,12 +287,15 @@ class Cache:
         attends in two (self and cross). ``mask``, ``sinks`` and ``select``: see ``AttendExtra``.
 
         Raises:
-            SpecError: a layer that attends in no or several groups, or tensors of a wrong shape.
+            SpecError: a layer that attends in no or several groups, or tensors of a wrong shape or
+                type; nothing is written then.
+            BooksError: a step of another cache, or one whose place a later step has taken.
         """
-        if k is not None:
-            self._work.write(layer, step, {"k": k, "v": v}, group)
         route = self._work.router.attention(layer, group)
         extra = AttendExtra(mask=mask, sinks=sinks, select=select)
+        self._work.check_attend(route, q, (k, v), step, extra)
+        if k is not None:
+            self._work.write(layer, step, {"k": k, "v": v}, group)
         return self._work.attend(route, q, step, (k, v), extra)
 
     def select(
@@ -312,11 +318,14 @@ class Cache:
         only reads: the keys were given to ``write``.
 
         Raises:
-            SpecError: a layer without index keys, or tensors of a wrong shape.
+            SpecError: a layer without index keys, or tensors of a wrong shape or type.
+            BooksError: as ``attend``.
         """
+        route = self._work.router.index(layer, group)
+        self._work.check_select(route, q_index, step, weights)
         if k_index is not None:
             self._work.write(layer, step, {"index_k": k_index, "index_v": v_index}, group)
-        return self._work.select(self._work.router.index(layer, group), q_index, step, weights)
+        return self._work.select(route, q_index, step, weights)
 
     def write(self, layer: int, step: Step, *, group: str = "", **rows: Tensor | None) -> None:
         """Write several groups of ``layer`` at once, or nothing: K and V, and index keys.
@@ -342,8 +351,10 @@ class Cache:
 
         Raises:
             SpecError: a layer of no or several recurrent groups.
+            BooksError: as ``attend``.
         """
         route = self._work.router.recurrence(layer, group)
+        check_step(step, self._parts.buffers)
         self._work.pass_gates(route)
         return self.states.views(route.group, route.index, step)
 

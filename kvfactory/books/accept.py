@@ -46,10 +46,10 @@ def judge(batch: Batch, parents: Int64 | None, accepted: Counts | Paths | None) 
     if accepted is None:
         counts, nodes = batch.counts, None
     elif paths is None:
-        counts, nodes = int64(cast("Counts", accepted)), None
+        counts, nodes = int64(cast("Counts", accepted), "accepted"), None
     else:
         counts = int64([len(path) for path in paths])
-        nodes = int64([node for path in paths for node in path])
+        nodes = int64([node for path in paths for node in path], "accepted")
     check_counts(batch, counts)
     if parents is None and nodes is None:
         return Verdict(counts, None)
@@ -81,9 +81,10 @@ def check_counts(batch: Batch, counts: Tokens) -> None:
 
 
 def _paths(accepted: Counts | Paths | None) -> Paths | None:
-    if accepted is None or isinstance(accepted, np.ndarray) or not len(accepted):
+    if not isinstance(accepted, list | tuple) or not accepted:
         return None
-    return None if isinstance(accepted[0], int | np.integer) else cast("Paths", accepted)
+    paths = all(isinstance(path, list | tuple | np.ndarray) for path in accepted)
+    return cast("Paths", accepted) if paths else None
 
 
 def _check_paths(

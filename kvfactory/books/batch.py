@@ -36,18 +36,24 @@ class Batch(NamedTuple):
         return prefix if self.nodes is None else self.of_tokens(prefix) + self.nodes
 
 
-def batch_of(rows: Rows, new_tokens: int | list[int]) -> Batch:
+def batch_of(rows: Rows, new_tokens: int | list[int], limit: int) -> Batch:
     """The batch of ``rows`` int64 [batch] with ``new_tokens`` each, or so many for all.
 
     Raises:
-        BooksError: a negative number of tokens, or not one for each sequence.
+        BooksError: a negative number of tokens, not one for each sequence, or more than ``limit``
+            in all.
     """
     if isinstance(new_tokens, int):
         new_tokens = [new_tokens] * len(rows)
-    counts = int64(new_tokens)
+    counts = int64(new_tokens, "new_tokens")
     if len(counts) != len(rows) or (counts < 0).any():
         need = f"{len(rows)} numbers of at least 0, one for each sequence"
         raise BooksError(Problem("new_tokens", str(new_tokens), need))
+    total = sum(counts.tolist())
+    if total > limit:
+        need = f"at most {limit} in a step, as planned"
+        fix = f"smaller chunks, or engine.prefill_chunk_tokens={total}"
+        raise BooksError(Problem("new_tokens", f"{total} new tokens", need, fix))
     q_indptr = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=q_indptr[1:])
     owners = nodes = None

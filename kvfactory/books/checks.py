@@ -22,7 +22,7 @@ def encoder_tokens(
         BooksError: not one number for each sequence, more than a row holds, or another number
             than the prefix depends on.
     """
-    tokens = int64(given)
+    tokens = int64(given, "cross_tokens")
     problems = []
     if len(tokens) not in (0, count):
         problems.append(Problem("cross_tokens", f"{len(tokens)} numbers", f"0 or {count}"))
@@ -58,18 +58,6 @@ def lengths(ledger: Ledger, tokens: Tokens) -> None:
                 for index in over.nonzero()[0].tolist()
             )
         )
-
-
-def step_tokens(got: int, limit: int) -> None:
-    """Refuse a step of more than ``limit`` new tokens.
-
-    Raises:
-        BooksError: ``got`` is more.
-    """
-    if got > limit:
-        need = f"at most {limit} in a step, as planned"
-        fix = f"smaller chunks, or engine.prefill_chunk_tokens={got}"
-        raise BooksError(Problem("new_tokens", f"{got} new tokens", need, fix))
 
 
 def fork(ledger: Ledger, row: int, awaited: bool) -> None:

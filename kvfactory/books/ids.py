@@ -15,6 +15,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvfactory.errors import BooksError, Problem
+
 Int64: TypeAlias = NDArray[np.int64]
 Int32: TypeAlias = NDArray[np.int32]
 Bool: TypeAlias = NDArray[np.bool_]
@@ -30,16 +32,47 @@ Cells: TypeAlias = Int64
 SINK: Final = 0
 
 
-def int64(values: Iterable[int] | NDArray[np.integer]) -> Int64:
-    """The values as int64 [n].
+def int64(values: Iterable[int] | NDArray[np.integer], what: str = "ids") -> Int64:
+    """The values as int64 [n]; ``what`` names them.
 
     Raises:
-        TypeError: something that is no integer.
+        BooksError: something that is no list of integers.
     """
-    array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"integers, not {array.dtype}")
+    try:
+        array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    except (TypeError, ValueError, OverflowError):
+        raise BooksError(Problem(what, _shown(values), "a list of integers")) from None
+    if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
+        raise BooksError(Problem(what, _shown(values), "a list of integers"))
     return array.astype(np.int64)
+
+
+def whole(value: int, what: str) -> int:
+    """``value`` as a whole number; ``what`` names it.
+
+    Raises:
+        BooksError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise BooksError(Problem(what, _shown(value), "a whole number"))
+    return int(value)
+
+
+def count_of(value: int, what: str) -> int:
+    """``value`` as a number of things, from 0 on; ``what`` names it.
+
+    Raises:
+        BooksError: it is none.
+    """
+    count = whole(value, what)
+    if count < 0:
+        raise BooksError(Problem(what, str(count), "a whole number from 0 on"))
+    return count
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def ranges(starts: Int64 | Int32, counts: Int64) -> Int64:

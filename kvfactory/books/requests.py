@@ -69,7 +69,7 @@ class Requests:
         Raises:
             BooksError: a stale or foreign handle, or one that is named twice.
         """
-        pairs = int64(chain.from_iterable(sequences)).reshape(-1, 2)
+        pairs = int64(_numbers(sequences), "sequences").reshape(-1, 2)
         rows, generations = pairs[:, 0].copy(), pairs[:, 1]
         inside = (rows > 0) & (rows < self.num_rows)
         known = self._generation[np.where(inside, rows, 0)]
@@ -80,19 +80,21 @@ class Requests:
             raise BooksError(Problem("sequences", "a sequence named twice", "each one once"))
         return rows
 
-    def batch(self, sequences: abc.Sequence[Sequence], new_tokens: NewTokens) -> Batch:
+    def batch(self, sequences: abc.Sequence[Sequence], new_tokens: NewTokens, limit: int) -> Batch:
         """The batch of a step; the last one is kept, since decode steps repeat it.
 
         Raises:
             BooksError: as ``resolve`` and ``batch_of``.
         """
-        if isinstance(new_tokens, np.ndarray):
-            new_tokens = new_tokens.tolist()
+        if isinstance(new_tokens, np.integer):
+            new_tokens = int(new_tokens)
+        if not isinstance(new_tokens, int | list):
+            new_tokens = int64(new_tokens, "new_tokens").tolist()
         if self._last and self._last[0] == sequences and self._last[1] == new_tokens:
             return self._last[2]
         named = list(sequences)
         counts = new_tokens if isinstance(new_tokens, int) else list(new_tokens)
-        batch = batch_of(self.resolve(named), counts)
+        batch = batch_of(self.resolve(named), counts, limit)
         self._last = named, counts, batch
         return batch
 
@@ -146,6 +148,18 @@ class Requests:
         self.committed[rows] = self.reserved[rows] = 0
         self.exposed[rows] = False
         self.rows.give(rows)
+
+
+def _numbers(sequences: abc.Sequence[Sequence]) -> list[int]:
+    """Row and generation of each handle, one after the other."""
+    try:
+        numbers = list(chain.from_iterable(sequences))
+        if len(numbers) == 2 * len(sequences):
+            return numbers
+    except TypeError:
+        pass
+    need = "a list of handles, as open() returns them"
+    raise BooksError(Problem("sequences", repr(sequences)[:80], need))
 
 
 def _stale(sequences: abc.Sequence[Sequence], index: int) -> Problem:

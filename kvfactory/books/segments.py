@@ -43,7 +43,7 @@ class Segments:
         Raises:
             BooksError: it was released before, or is none of ours.
         """
-        if segment not in self._held:
+        if not isinstance(segment, Segment) or segment not in self._held:
             raise BooksError(_unknown("segment", segment))
         self._held.remove(segment)
 
@@ -53,7 +53,10 @@ class Segments:
         Raises:
             BooksError: a gap, a released segment, or segments of different encoder inputs.
         """
-        chain, stop, problems = tuple(prefix), 0, []
+        given: Iterable[Segment] = prefix if isinstance(prefix, Iterable) else (prefix,)
+        chain, stop, problems = tuple(given), 0, []
+        if not all(isinstance(segment, Segment) for segment in chain):
+            raise BooksError(Problem("prefix", repr(chain)[:80], "segments that hold() returned"))
         for index, segment in enumerate(chain):
             path = f"prefix[{index}]"
             if segment not in self._held:
@@ -74,5 +77,7 @@ class Segments:
 
 
 def _unknown(path: str, segment: Segment) -> Problem:
-    got = f"a segment [{segment.start}, {segment.stop}) that is not held"
+    got = f"a {type(segment).__name__}"
+    if isinstance(segment, Segment):
+        got = f"a segment [{segment.start}, {segment.stop}) that is not held"
     return Problem(path, got, "a segment that hold() returned and nobody released")

@@ -129,6 +129,13 @@ class StepBuffers:
         self.indexer.build(self._depth, self._held[self._depth].size)
         return self._step(record, self._depth, self._depth + graph, shape)
 
+    def hold(self, step: Step) -> bool:
+        """Whether the arrays of ``step`` are ours and still its own; of graphs it is not known."""
+        if step.graph is not None:
+            return True
+        held = self._held.get(step.buffer)
+        return held is not None and held.record is step.host
+
     def _send(self, record: StepRecord, number: int, turn: int, updates: Int32) -> None:
         """Numbers of ``record`` and table ``updates`` int32 [n, 4] to set ``number``."""
         stage, fields = self._stages[turn], self._sets[number]

@@ -54,9 +54,13 @@ def foreign_record(plan: CachePlan, books: Books, batch: ForeignBatch, serial: i
     if held:
         need = "books that hold nothing: close, release or reset"
         raise BooksError(Problem("step(tables)", f"held {', '.join(held)}", need))
-    before, after = int64(batch.before), int64(batch.after)
-    rows = int64(range(1, len(before) + 1) if batch.rows is None else batch.rows)
-    wrong = [*_shape_problems(plan, batch), *_limit_problems(plan, rows, before, after)]
+    before, after = int64(batch.before, "step(before=)"), int64(batch.after, "step(after=)")
+    rows = range(1, len(before) + 1) if batch.rows is None else batch.rows
+    rows = int64(rows, "step(rows=)")
+    wrong = [
+        *_shape_problems(plan, batch, len(before)),
+        *_limit_problems(plan, rows, before, after),
+    ]
     if wrong:
         raise SpecError(*wrong)
     counts = after - before
@@ -140,17 +144,28 @@ class _Table:
         )
 
 
-def _shape_problems(plan: CachePlan, batch: ForeignBatch) -> Iterator[Problem]:
-    size = len(batch.before)
+def _shape_of(given: Ids) -> tuple[int, ...] | None:
+    """The shape of ids, None for what is no array of integers."""
+    try:
+        array = np.asarray(given)
+    except ValueError:  # rows of unequal lengths
+        return None
+    return array.shape if array.dtype.kind in "iu" or not array.size else None
+
+
+def _shape_problems(plan: CachePlan, batch: ForeignBatch, size: int) -> Iterator[Problem]:
     wanted = {t.name: "tables" for t in plan.tables} | {s.name: "states" for s in plan.states}
     for name, what in wanted.items():
         given = batch.tables if what == "tables" else batch.states
         path = f"step({what}[{name!r}])"
         if name not in given:
             yield Problem(path, "nothing", f"ids of {size} requests")
-        elif len(given[name]) != size or np.ndim(given[name]) != (2 if what == "tables" else 1):
-            shape = list(np.shape(given[name]))
-            yield Problem(path, f"shape {shape}", f"[{size}{', pages' * (what == 'tables')}]")
+            continue
+        shape, need = _shape_of(given[name]), f"[{size}{', pages' * (what == 'tables')}]"
+        if shape is None:
+            yield Problem(path, "rows of unequal lengths, or no integers", f"integers {need}")
+        elif len(shape) != (2 if what == "tables" else 1) or shape[0] != size:
+            yield Problem(path, f"shape {list(shape)}", need)
     for name in (*batch.tables, *batch.states):
         if name not in wanted:
             yield Problem("step(tables)", f"table {name!r}", f"one of {', '.join(wanted)}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kvfactory.errors import BuildError, Problem
+from kvfactory.errors import BuildError, Problem, SpecError
 
 
 class Gate:
@@ -32,7 +32,14 @@ class Gate:
         return opened and all(bool(event.query()) for event in arrivals)  # type: ignore[no-untyped-call]
 
     def open(self, layer: int) -> None:
-        """Let readers of ``layer`` pass, once the current stream has come this far."""
+        """Let readers of ``layer`` pass, once the current stream has come this far.
+
+        Raises:
+            SpecError: a layer that is none of the gate's.
+        """
+        if layer not in self._closed:
+            known = ", ".join(str(each) for each in self._closed)
+            raise SpecError(Problem("open(layer)", repr(layer), f"a layer of the gate: {known}"))
         if self._cuda:
             self._arrivals[layer] = arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrival.record()

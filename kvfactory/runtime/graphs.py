@@ -13,7 +13,8 @@ import torch
 
 from kvfactory.backends import AttentionRunner
 from kvfactory.books import StepRecord
-from kvfactory.errors import Problem, SpecError
+from kvfactory.books.ids import count_of
+from kvfactory.errors import BooksError, Problem, SpecError
 from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.runtime.buffers import StepBuffers
 from kvfactory.runtime.padding import blank_record, padded
@@ -78,7 +79,8 @@ class CallRecorder:
 
     def replay(self) -> Any:
         """Call it."""
-        assert self._work is not None
+        if self._work is None:
+            raise BooksError(Problem("replay()", "nothing captured", "capture(run) before it"))
         return self._work()
 
 
@@ -158,18 +160,20 @@ def graph_shape(plan: CachePlan, batch: int, tokens: int, total: int | None) -> 
     """The shape of a graph of ``batch`` requests; see ``Cache.graph``.
 
     Raises:
-        SpecError: more than a step of the plan can have.
+        SpecError: more than a step of the plan can have, or nothing.
+        BooksError: what is no number.
     """
     limits = plan.limits
-    rows = batch * tokens if total is None else total
+    batch, tokens = count_of(batch, "graph(batch=)"), count_of(tokens, "graph(tokens=)")
+    rows = batch * tokens if total is None else count_of(total, "graph(total=)")
     wrong: list[Problem] = []
     if not 1 <= batch <= limits.max_requests:
         need = f"1 to {limits.max_requests}, as planned"
-        fix = f"engine.max_requests={batch}"
+        fix = f"engine.max_requests={batch}" if batch else ""
         wrong.append(Problem("graph(batch=)", str(batch), need, fix))
     if not 1 <= rows <= limits.step_tokens:
         need = f"1 to {limits.step_tokens} new tokens in all, as planned"
-        fix = f"engine.prefill_chunk_tokens={rows}"
+        fix = f"engine.prefill_chunk_tokens={rows}" if rows else ""
         wrong.append(Problem("graph(tokens=)", str(rows), need, fix))
     if wrong:
         raise SpecError(*wrong)

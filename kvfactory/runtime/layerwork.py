@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvfactory.backends import AttendExtra, AttentionRunner, SelectRunner
 from kvfactory.errors import BooksError, BuildError, Problem, SpecError, did_you_mean
-from kvfactory.planning.cacheplan import GroupPlan
+from kvfactory.planning.cacheplan import Attention, GroupPlan, Select
 from kvfactory.pools import Write
+from kvfactory.runtime.arguments import Query, check_step
 from kvfactory.runtime.entries import entry_slots
 from kvfactory.runtime.gate import Gate
 from kvfactory.runtime.parts import Parts
@@ -19,6 +20,8 @@ from kvfactory.runtime.steps import Step
 
 ATTENTION_ROWS = ("k", "v")
 INDEX_ROWS = ("index_k", "index_v")
+New = tuple[Tensor | None, Tensor | None]
+"""K and V of the new tokens as they came, or nothing of both."""
 
 
 class LayerWork:
@@ -28,10 +31,15 @@ class LayerWork:
         self._parts = parts
         self._gates: list[Gate] = []
         self.router = Router(parts.plan)
+        asked = [g for g in parts.plan.groups if isinstance(g.work, Attention | Select)]
+        self._queries = {group.name: Query.of(group) for group in asked}
 
     def gate(self, layers: tuple[int, ...] | None) -> Gate:
         """A closed gate before ``layers``, or all that keep something of their own."""
         kept = [layer for group in self._parts.plan.groups for layer in group.layers]
+        wrong = [] if layers is None else [layer for layer in layers if layer not in kept]
+        if wrong:
+            raise SpecError(Problem("gate(layers)", repr(wrong[0]), "layers that keep something"))
         kept = kept if layers is None else list(layers)
         gate = Gate(kept, self._parts.arena.device)
         self._gates.append(gate)
@@ -41,6 +49,7 @@ class LayerWork:
 
     def write(self, layer: int, step: Step, rows: Mapping[str, Tensor | None], group: str) -> None:
         """``Cache.write``: everything is checked before anything is written."""
+        check_step(step, self._parts.buffers)
         given = {name: value for name, value in rows.items() if value is not None}
         for name in given:
             if name not in ATTENTION_ROWS + INDEX_ROWS:
@@ -103,6 +112,31 @@ class LayerWork:
 
     # ---- reading -----------------------------------------------------------------------------
 
+    def check_attend(
+        self, route: Route, q: Tensor, new: New, step: Step, extra: AttendExtra
+    ) -> None:
+        """Refuse what ``attend`` cannot use, before anything is written.
+
+        Raises:
+            BooksError: a step of another cache, or one that is over.
+            SpecError: tensors that do not fit the group and the step.
+        """
+        check_step(step, self._parts.buffers)
+        if new[0] is None and new[1] is not None:
+            raise SpecError(Problem("attend(k=)", "None beside v", "k and v, or neither"))
+        self._queries[route.group.name].check(q, step, extra)
+
+    def check_select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> None:
+        """The same for ``select``.
+
+        Raises:
+            BooksError, SpecError: as ``check_attend``.
+        """
+        check_step(step, self._parts.buffers)
+        query = self._queries[route.group.name]
+        query.check(q, step)
+        query.check_weights(weights, step)
+
     def select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> Tensor:
         """Selection over the index keys of ``route``."""
         runner = self.selector(route.group)
@@ -114,7 +148,7 @@ class LayerWork:
         route: Route,
         q: Tensor,
         step: Step,
-        new: tuple[Tensor | None, Tensor | None],
+        new: New,
         extra: AttendExtra,
     ) -> Tensor:
         """Attention over what ``route`` holds; ``new`` are K and V as they came."""

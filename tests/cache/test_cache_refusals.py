@@ -1,0 +1,246 @@
+"""What a cache refuses in words, with nothing written, taken or closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvfactory import Cache, build, plan
+from kvfactory.errors import BooksError, KVFactoryError, SpecError
+from kvfactory.spec import Spec
+
+FULL = {"kind": "full", "layers": "0-1", "q_heads": 4, "kv_heads": 2, "head_dim": 32}
+SINKS = FULL | {"layers": "2-2", "sinks": True}
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return _cache()
+
+
+def _cache() -> Cache:
+    model = {"name": "m", "num_layers": 3, "groups": {"full": FULL, "sunk": SINKS}}
+    engine = {"prefill_chunk_tokens": 16}
+    parts = {"kv": {"page_tokens": 4}, "workload": {"requests": 4, "tokens": 32}}
+    return build(plan(Spec.parse({"model": model, "engine": engine, **parts})))
+
+
+def _inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    k, v = torch.randn(2, tokens, 2, 32, dtype=torch.bfloat16)
+    return torch.randn(tokens, 4, 32, dtype=torch.bfloat16), k, v
+
+
+def _bytes(cache: Cache) -> list[torch.Tensor]:
+    places = [cache.pool(layer) for layer in range(3)]
+    return [view.clone() for pool, at in places for view in pool.views(at).values()]
+
+
+def _refused(
+    cache: Cache, call: Callable[[], object], kind: type[KVFactoryError], text: str
+) -> None:
+    """``call`` raises ``kind`` with ``text`` in it, and the books stay as they are."""
+    before = cache.books.capacity()
+    with pytest.raises(kind) as caught:
+        call()
+    assert text in str(caught.value)
+    assert cache.books.capacity() == before
+
+
+# ---- the books -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "2", None, True, [1]])
+def test_counts_are_whole_numbers(cache: Cache, count: Any) -> None:
+    """A count of -1 once took a row from under an open sequence."""
+    (sequence,) = cache.open()
+    _refused(cache, lambda: cache.open(count), BooksError, "count: got ")
+    _refused(cache, lambda: cache.fork(sequence, count), BooksError, "count: got ")
+    assert cache.books.capacity()["requests"].held == 1
+
+
+@pytest.mark.parametrize(
+    "new_tokens",
+    [
+        -1,
+        1.5,
+        "a",
+        None,
+        [1.5, 1],
+        [None, 1],
+        [[1], [2]],
+        {},
+        [10**30, 1],
+        torch.tensor([0.5, 1.0]),
+    ],
+)
+def test_new_tokens_are_whole_numbers(cache: Cache, new_tokens: Any) -> None:
+    pair = cache.open(2)
+    _refused(cache, lambda: cache.extend(pair, new_tokens), BooksError, "new_tokens: got ")
+
+
+@pytest.mark.parametrize("new_tokens", [10**12, [10**12, 1], [2**31, 2**31]])
+def test_a_step_of_too_many_tokens_takes_no_memory(cache: Cache, new_tokens: Any) -> None:
+    pair = cache.open(2)
+    _refused(cache, lambda: cache.extend(pair, new_tokens), BooksError, "need at most 20 in a step")
+
+
+@pytest.mark.parametrize("parents", [["a"], [None], [1.5], [[-1]], [10**30], "x"])
+def test_parents_are_whole_numbers(cache: Cache, parents: Any) -> None:
+    one = cache.open()
+    _refused(cache, lambda: cache.extend(one, 1, parents), BooksError, "parents: got ")
+
+
+@pytest.mark.parametrize(
+    "accepted", [3, "ab", [1.5, 2], ["a", 1], [None, None], [[0], 1], [[0.5], [0]], {}]
+)
+def test_accepted_are_counts_or_paths(cache: Cache, accepted: Any) -> None:
+    pair = cache.open(2)
+    step = cache.extend(pair, [3, 2])
+    _refused(cache, lambda: cache.commit(step, accepted), BooksError, "accepted: got ")
+    assert cache.commit(step, [2, 0]).accepted is not None
+
+
+def test_handles_are_what_open_returned(cache: Cache) -> None:
+    (one,) = cache.open()
+    wrongs: list[Any] = [one, [None], [1], None, [(1,)], "ab"]
+    for wrong in wrongs:
+        _refused(cache, lambda given=wrong: cache.close(given), BooksError, "sequences")  # type: ignore[misc]
+    cache.close([one])
+
+
+def test_segments_are_what_hold_returned(cache: Cache) -> None:
+    (one,) = cache.open()
+    cache.commit(cache.extend([one], 8))
+    wrongs: list[Any] = [3, [None]]
+    for wrong in wrongs:
+        _refused(cache, lambda given=wrong: cache.open(1, given), BooksError, "prefix")  # type: ignore[misc]
+    _refused(cache, lambda: cache.release(None), BooksError, "a NoneType")  # type: ignore[arg-type]
+    _refused(cache, lambda: cache.hold(one, 1.5), BooksError, "tokens: got 1.5")  # type: ignore[arg-type]
+    cache.release(cache.hold(one, 8))
+
+
+# ---- steps -----------------------------------------------------------------------------------
+
+
+def test_a_step_of_another_cache_is_refused(cache: Cache) -> None:
+    other = _cache()
+    steps = [one.extend(one.open(2), [3, 2]) for one in (cache, other)]
+    q, k, v = _inputs(5)
+    before = _bytes(cache)
+    wrong = steps[1]
+    graph = cache.graph(batch=2, total=5, tokens=1)
+    for call in (
+        lambda: cache.attend(0, q, k, v, wrong),
+        lambda: cache.write(0, wrong, k=k, v=v),
+        lambda: cache.commit(wrong),
+        lambda: cache.fill(graph, wrong),
+    ):
+        _refused(cache, call, BooksError, "step: got a step of another cache")
+    assert all(map(torch.equal, before, _bytes(cache)))
+    cache.attend(0, q, k, v, steps[0])
+
+
+def test_a_step_whose_place_is_taken_is_refused(cache: Cache) -> None:
+    one = cache.open()
+    old = cache.extend(one, 1)
+    cache.commit(old)
+    for _ in range(2):
+        cache.commit(cache.extend(one, 1))
+    q, k, v = _inputs(1)
+    before = _bytes(cache)
+    _refused(cache, lambda: cache.attend(0, q, k, v, old), BooksError, "a later step has taken")
+    assert all(map(torch.equal, before, _bytes(cache)))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "step"])
+def test_what_is_no_step(cache: Cache, wrong: Any) -> None:
+    q, k, v = _inputs(1)
+    _refused(cache, lambda: cache.attend(0, q, k, v, wrong), BooksError, "step: got a ")
+    _refused(cache, lambda: cache.commit(wrong), BooksError, "step: got a ")
+
+
+# ---- attention -------------------------------------------------------------------------------
+
+Q = torch.zeros(5, 4, 32, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        Q[:4],
+        torch.cat((Q, Q)),
+        Q.reshape(5, 128),
+        Q[:, :3],
+        Q[..., :16],
+        Q.int(),
+        Q.bool(),
+        Q.to(torch.complex64),
+        Q.to(torch.float8_e4m3fn),
+        Q.to("meta"),
+        None,
+        [1],
+    ],
+)
+def test_queries_fit_the_step_before_anything_is_written(cache: Cache, q: Any) -> None:
+    step = cache.extend(cache.open(2), [3, 2])
+    _, k, v = _inputs(5)
+    before = _bytes(cache)
+    _refused(cache, lambda: cache.attend(0, q, k, v, step), SpecError, "q: got ")
+    assert all(map(torch.equal, before, _bytes(cache)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "extra", "text"),
+    [
+        (0, {"mask": torch.ones(3, dtype=torch.bool)}, "need [13]: of each request"),
+        (0, {"mask": torch.ones(13)}, "mask: got float32 [13]"),
+        (0, {"sinks": torch.ones(4)}, "try model.groups.full.sinks=true"),
+        (2, {"sinks": torch.ones(3)}, "sinks: got float32 [3]"),
+        (0, {"select": torch.zeros(5, 2)}, "select: got float32 [5, 2]"),
+        (0, {"select": torch.zeros(4, 2, dtype=torch.int32)}, "select: got int32 [4, 2]"),
+    ],
+)
+def test_what_comes_with_a_query_fits(cache: Cache, layer: int, extra: Any, text: str) -> None:
+    step = cache.extend(cache.open(2), [3, 2])
+    q, k, v = _inputs(5)
+    before = _bytes(cache)
+    _refused(cache, lambda: cache.attend(layer, q, k, v, step, **extra), SpecError, text)
+    assert all(map(torch.equal, before, _bytes(cache)))
+
+
+def test_a_value_without_its_key_is_not_dropped(cache: Cache) -> None:
+    step = cache.extend(cache.open(), 5)
+    q, _, v = _inputs(5)
+    _refused(cache, lambda: cache.attend(0, q, None, v, step), SpecError, "k and v, or neither")
+
+
+# ---- gates, graphs, foreign steps --------------------------------------------------------------
+
+
+def test_gates_and_graphs_of_what_there_is(cache: Cache) -> None:
+    _refused(cache, lambda: cache.gate([9]), SpecError, "gate(layers): got 9")
+    _refused(cache, lambda: cache.gate([0]).open(1), SpecError, "need a layer of the gate: 0")
+    _refused(cache, lambda: cache.graph(batch=1.5), BooksError, "graph(batch=): got 1.5")  # type: ignore[arg-type]
+    with pytest.raises(SpecError) as caught:
+        cache.graph(batch=0)
+    assert "max_requests=0" not in str(caught.value)
+    graph = cache.graph(batch=1)
+    _refused(cache, graph.replay, BooksError, "need capture(run) before it")
+
+
+@pytest.mark.parametrize(
+    "pages", [[[1.5]], [[1], [2, 3]], None, "a", [["a"]], torch.tensor([[0.5]])]
+)
+def test_foreign_page_ids_are_integers(cache: Cache, pages: Any) -> None:
+    tables = {"full": pages}
+    _refused(cache, lambda: cache.step(tables, [0], [1]), KVFactoryError, "step(tables['full'])")
+
+
+def test_foreign_lengths_are_integers(cache: Cache) -> None:
+    wrongs: list[Any] = [[0.5], 0, [10**30], None]
+    for wrong in wrongs:
+        with pytest.raises(BooksError, match=r"step\(before=\): got "):
+            cache.step({}, wrong, [1])
