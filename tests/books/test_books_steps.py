@@ -312,7 +312,7 @@ def test_new_tokens_that_make_no_batch(wrong: Any) -> None:
 
 def test_fractions_are_no_tokens() -> None:
     books = books_of(FULL)
-    with pytest.raises(BooksError, match="new_tokens: got .1.5., need a list of integers"):
+    with pytest.raises(BooksError, match=r"new_tokens: got .1.5., need a list of integers"):
         books.extend(books.open(1), [1.5])  # type: ignore[list-item]
 
 
