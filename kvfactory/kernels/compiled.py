@@ -11,7 +11,7 @@ from kvfactory.kernels import copies, rows
 from kvfactory.kernels.baked import CopySpec, RowsSpec
 from kvfactory.kernels.launch import Argument, Kernel, pointer
 from kvfactory.kernels.parts import PROGRAM_BYTES
-from kvfactory.kernels.specs import gather_spec, image_spec, move_spec, rows_spec
+from kvfactory.kernels.specs import ROW_WARPS, gather_spec, image_spec, move_spec, rows_spec
 from kvfactory.kinds import ceil_div
 from kvfactory.pools import GroupViews
 from kvfactory.quant.codec import DeviceCodec
@@ -53,12 +53,19 @@ class GroupKernels:
         self.zero = cache(self._zero)
 
     def likely(self) -> Iterator[Kernel]:
-        """What an engine's loop launches: rows in the tensors' own types, aligned."""
+        """What an engine's loop launches: rows in the tensors' own types, aligned.
+
+        Reads of all tensors in the first one's type and, for references, in float32; of each alone
+        in its own.
+        """
         own = tuple(torch_dtype(t.logical.dtype) for t in self._views.group.tensors)
         for mode, flags in ((ALL, torch.int64), (MASK, torch.bool), (COUNTS, torch.int32)):
             yield self.write(own, mode, flags, True)
             yield self.dense(self.one_layer, mode, flags, True, False)
-        yield self.read(self.names, own[0])
+        for dtype in {own[0]: None, torch.float32: None}:
+            yield self.read(self.names, dtype)
+        for name, dtype in zip(self.names, own, strict=True) if len(self.names) > 1 else ():
+            yield self.read((name,), dtype)
         for spec, image in ((self.one_layer, False), (self.every_layer, False), (self.image, True)):
             yield self.dense(spec, ALL, torch.int64, False, image)
         yield self.dense(self.image, ALL, torch.int64, True, True)
@@ -91,7 +98,7 @@ class GroupKernels:
             "steps": Argument(("i32",) * (2 * len(dtypes))),
         }
         baked = {"SPEC": self.rows(self.names), "KEEP": mode, "ALIGNED": aligned}
-        return self._kernel(rows.write, arguments, baked)
+        return self._kernel(rows.write, arguments, baked, ROW_WARPS)
 
     def _read(self, names: tuple[str, ...], dtype: torch.dtype) -> Kernel:
         """Read of the tensors ``names`` into fresh rows of ``dtype``."""
@@ -101,7 +108,7 @@ class GroupKernels:
             "layer": _INT,
             "outs": Argument((pointer(dtype),) * len(names), aligned=True),
         }
-        return self._kernel(rows.read, arguments, {"SPEC": self.rows(names)})
+        return self._kernel(rows.read, arguments, {"SPEC": self.rows(names)}, ROW_WARPS)
 
     def _dense(
         self, spec: CopySpec, mode: int, flags: torch.dtype, into: bool, image: bool
@@ -133,9 +140,13 @@ class GroupKernels:
         return self._kernel(copies.zero, arguments, {"SPEC": self.pages, "KEEP": mode})
 
     def _kernel(
-        self, function: object, arguments: Mapping[str, Argument], baked: Mapping[str, object]
+        self,
+        function: object,
+        arguments: Mapping[str, Argument],
+        baked: Mapping[str, object],
+        warps: int = 4,
     ) -> Kernel:
-        return Kernel(function, arguments, baked, debug=self._debug)
+        return Kernel(function, arguments, baked, warps, self._debug)
 
 
 def _move_arguments(mode: int) -> dict[str, Argument]:
