@@ -68,6 +68,7 @@ def _planning(
         torch.cuda.set_sync_debug_mode("error")
         begin = time.perf_counter()
         scene.runner.prepare(filled)
+        scene.runner.scheduler.begin(filled)
         taken.append((time.perf_counter() - begin) * 1e6)
         torch.cuda.set_sync_debug_mode("default")
         books.commit(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class Runner:
     store: Store
     scheduler: Scheduler
     xqa: Xqa | None
+    _begun: dict[int, Schedule] = field(default_factory=dict)
 
     @property
     def takes_new(self) -> bool:
@@ -50,7 +51,7 @@ class Runner:
         return work
 
     def prepare(self, step: Step) -> None:
-        """Host plans for ``step``, unless a group of equal shape has made them.
+        """Host plans for a graph's ``step``, unless a group of equal shape has made them.
 
         Raises:
             SpecError: constants were set after a graph was captured with the old ones.
@@ -59,7 +60,12 @@ class Runner:
         self.scheduler.prepare(step, self.store.refresh())
 
     def begin(self, step: Step) -> None:
-        """What ``step`` takes on the device once: further page lists, clean tails for XQA."""
+        """What a graph's step takes on the device once; an eager one begins when it is attended."""
+        if step.graph is not None:
+            self._begin(step)
+
+    def _begin(self, step: Step) -> None:
+        """Further page lists, and clean tails for XQA."""
         self.scheduler.begin(step)
         if any(launch.kernel == "xqa" for launch in self.scheduler.of(step).main):
             assert self.xqa is not None
@@ -76,7 +82,10 @@ class Runner:
         out = q.new_empty(*q.shape[:2], self.served.shape.v_dim)
         if not schedule.busy:
             return out.zero_()
-        if step.graph is not None and not step.graph.each:
+        if step.graph is None and self._begun.get(step.buffer) is not schedule:
+            self._begin(step)
+            self._begun[step.buffer] = schedule
+        elif step.graph is not None and not step.graph.each:
             out.zero_()
         if extra.select is not None:
             need = "none: FlashInfer attends to all that is visible"

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfactory.books import StepRecord
 from kvfactory.errors import Problem, SpecError
 from kvfactory.flashinfer_runtime import masks
 from kvfactory.flashinfer_runtime.calls import Lists, Module, Space
@@ -50,16 +51,17 @@ class Schedule:
     """A step's launches; ``jobs`` are page lists of parts of it, to build before the first.
 
     ``busy`` unless there is nothing to launch: a graph's step always launches, whatever padding
-    it holds.
+    it holds. ``begun`` once the launches are planned and the lists built.
 
     ``new`` and ``prefix`` replace ``main`` where new tokens are attended as they came. ``slots``
     int64 [n] are the entries that the step reads, for stores that decode them first.
     """
 
-    serial: int
+    record: StepRecord
     constants: int
     work: Work
     busy: bool
+    begun: bool = False
     main: tuple[Launch, ...] = ()
     new: tuple[Launch, ...] = ()
     prefix: tuple[Launch, ...] = ()
@@ -98,7 +100,9 @@ class Scheduler:
         return self._made[step.buffer]
 
     def prepare(self, step: Step, constants: int) -> None:
-        """Plan ``step``; ``constants`` is the number of the constants that launches bake in.
+        """Plan ``step`` for a graph; ``constants`` numbers the constants that launches bake in.
+
+        An eager step is planned when it begins, as it may never: a graph may replay it.
 
         Raises:
             SpecError: constants were set after a graph was captured with the old ones.
@@ -108,26 +112,27 @@ class Scheduler:
         if held and step.graph and held.constants != constants:
             need = "a graph captured after the last set_constants"
             raise SpecError(Problem("graph", "one with older constants", need, "capture again"))
-        same = held and held.serial == step.host.serial and held.constants == constants
+        same = held and held.record is step.host and held.constants == constants
         if same and (step.graph is None or self._graph == step.buffer):
             return
-        if step.graph:
-            self._graph = step.buffer
         exact = self.planner.rules.exact_lengths
         work = work_of(step, self.shape, exact)
         busy = work.rows > 0 or step.graph is not None
-        schedule = Schedule(step.host.serial, constants, work, busy)
-        self._made[step.buffer] = schedule
-        if busy and self.planner.kernels.merged and not (work.decodes and self.lossless):
-            self._plan_merged(step, schedule)
-        elif busy:
-            self._plan_main(step, schedule)
+        schedule = self._made[step.buffer] = Schedule(step.host, constants, work, busy)
+        if step.graph:
+            self._graph = step.buffer
+            self._plan(step, schedule)
+        elif busy and not work.settled:
+            self.planner.kernel_for(work, step)
 
     def begin(self, step: Step) -> None:
-        """Build the further page lists of ``step`` on the device, and XQA's tables."""
+        """Plan an eager ``step``; build its further page lists on the device, and XQA's tables."""
         schedule = self.of(step)
-        if not schedule.busy:
+        if not schedule.busy or (schedule.begun and step.graph is None):
             return
+        if step.graph is None:
+            self._plan(step, schedule)
+        schedule.begun = True
         for job in schedule.jobs:
             build_lists(job)
         for launch in schedule.main:
@@ -138,6 +143,12 @@ class Scheduler:
             pages = lists_of(step, self.shape.table).indices[:total].long()
             within = torch.arange(page_tokens, device=pages.device)
             schedule.slots = (pages[:, None] * page_tokens + within).flatten()
+
+    def _plan(self, step: Step, schedule: Schedule) -> None:
+        if self.planner.kernels.merged and not (schedule.work.decodes and self.lossless):
+            self._plan_merged(step, schedule)
+        else:
+            self._plan_main(step, schedule)
 
     def _fill_tables(self, tables: Tensor, step: Step) -> None:
         """The block tables of the step's requests, -1 (read as zeros) for pages before a window."""

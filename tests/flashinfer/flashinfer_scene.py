@@ -18,6 +18,7 @@ from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache
 from kvfactory.flashinfer_runtime.bind import bind
 from kvfactory.flashinfer_runtime.calls import Library
+from kvfactory.flashinfer_runtime.runner import Runner
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, TensorPlan
 from kvfactory.pools import Pool
@@ -104,6 +105,12 @@ class Scene:
         shape = graph_shape(self.plan, batch, tokens, total)
         place = GraphPlace(self.plan, self.parts.buffers, self.graphs)
         return Graph(place, shape, self.parts.runners.values(), TapeRecorder(self.double))
+
+    def begin(self, step: Step) -> None:
+        """Plan an eager step, as its first attend would."""
+        for runner in self.parts.runners.values():
+            assert isinstance(runner, Runner)
+            runner.scheduler.begin(step)
 
     def _set_constants(self, pool: Pool) -> None:
         values: dict[Any, Any] = {}

@@ -153,7 +153,10 @@ def test_groups_of_equal_shape_share_one_plan_a_step() -> None:
     recipes = {"ends": {"layers": [0, 3], "quant": {"k": "plain", "v": "plain"}}}
     scene = Scene(plan_of({"full": {**GROUP, "layers": "0-3"}}, kv={"recipes": recipes}))
     assert len(scene.plan.groups) == 2
-    scene.cache.extend(scene.cache.open(2), [20, 3])
+    step = scene.cache.extend(scene.cache.open(2), [20, 3])
+    assert not scene.double.plans
+    scene.check(step, 23)
+    scene.check(step, 23)
     assert len(scene.double.plans) == 1
 
 
@@ -181,6 +184,7 @@ def test_plans_take_host_lengths_and_windows_begin_where_pages_are_owned() -> No
     sequences = cache.open(1)
     scene.advance(sequences, [100])
     step = cache.extend(sequences, 5)
+    scene.begin(step)
     first = int(step.host.tables["local"].first_page[0])
     assert first == (100 - 23) // 8
     key, sizes = scene.double.plans[-1]
@@ -193,6 +197,30 @@ def test_plans_take_host_lengths_and_windows_begin_where_pages_are_owned() -> No
     pages = step.tables["local"].pages[int(step.rows[0]), first:14]
     assert lists.indices[: 14 - first].tolist() == pages.tolist()
     assert lists.last_page.tolist() == [1]
+
+
+def test_steps_that_a_graph_replays_are_not_planned_by_themselves() -> None:
+    scene = Scene(plan_of({"full": GROUP}))
+    sequences = scene.cache.open(2)
+    scene.advance(sequences, [20, 3])
+    graph, model = captured(scene, 2)
+    before = len(scene.double.plans)
+    for _ in range(3):
+        step = scene.cache.extend(sequences, 1)
+        replayed(scene, graph, model, step, 2)
+        scene.cache.commit(step)
+    assert all(sizes.graph for _, sizes in scene.double.plans[before:])
+
+
+def test_a_foreign_step_is_not_taken_for_one_with_its_number() -> None:
+    scene = Scene(plan_of({"full": GROUP}))
+    cache = scene.cache
+    (sequence,) = cache.open(1)
+    scene.advance([sequence], [30])
+    cache.close([sequence])
+    step = cache.step({"full": [[3, 4, 5, 6]]}, [0], [27])
+    assert step.host.serial == 0
+    scene.check(step, 27)
 
 
 # ---- deterministic mode ----------------------------------------------------------------------
@@ -213,6 +241,7 @@ def test_deterministic_answers_do_not_depend_on_the_batch_or_on_graphs() -> None
     sequences = cache.open(3)
     scene.advance(sequences, [50, 9, 3])
     step = cache.extend(sequences, [1, 1, 30])
+    scene.begin(step)
     tiles = [tile_of(sizes) for _, sizes in scene.double.plans[-2:]]
     assert tiles == [16, 128]
     scene.check(step, 32)

@@ -11,7 +11,8 @@ LOCAL = {"local": {**WINDOW, "layers": "0-1"}}
 
 
 def planned(scene: Scene, step: Step) -> tuple[list[int], list[int]]:
-    """The last plan's pages of each request, and those that the device lists."""
+    """The plan's pages of each request, and those that the device lists."""
+    scene.begin(step)
     _, sizes = scene.double.plans[-1]
     (table,) = step.tables.values()
     return sizes.kv_indptr.diff().tolist(), table.lists.indptr.diff().tolist()
@@ -25,9 +26,9 @@ def test_prefills_in_flight_are_planned_from_the_page_where_the_window_begins() 
     first = scene.cache.extend([sequence], 40)
     scene.check(first, 40)
     second = scene.cache.extend([sequence], 30)
+    host, device = planned(scene, second)
     key, _ = scene.double.plans[-1]
     assert key.kernel == "fa3"  # carries lengths in its plan
-    host, device = planned(scene, second)
     assert host == device == [-(-120 // 8) - (90 - 23) // 8]
     owned = int(second.host.tables["local"].first_page[0])
     assert owned == (50 - 23) // 8 < second.tables["local"].first_page.item()
