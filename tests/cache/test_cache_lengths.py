@@ -23,6 +23,7 @@ from cache_support import (
 from kvfactory.cache import Cache
 from kvfactory.errors import BooksError, SpecError
 from kvfactory.runtime.steps import Step
+from kvfactory.states import DeviceCounts
 
 CROSS = {**FULL, "kind": "cross", "layers": [4], "encoder_tokens": 12}
 TABLES = {
@@ -199,3 +200,80 @@ def test_the_longest_request_ends_with_steps_open() -> None:
     assert cache.books.committed([sequence]).tolist() == [64]
     with pytest.raises((BooksError, SpecError), match="a sequence of 1064 tokens"):
         cache.extend([sequence], 1000)
+
+
+class Late(DeviceCounts):
+    """Counts that the host sees when it is told to; the device has them at once."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts, self.landed = torch.tensor(counts), False
+
+    def poll(self) -> np.ndarray | None:
+        return self.counts.numpy() if self.landed else None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_three_steps_in_flight_in_any_order(seed: int) -> None:
+    """Counts from the host or late from the device: open steps have the lengths that come true."""
+    random = np.random.default_rng(seed)
+    groups = {name: TABLES[name] for name in ("full", "local", "chunked")}
+    engine = {"draft_tokens": 3, "steps_in_flight": 3, "prefill_chunk_tokens": 32}
+    workload = {"requests": 4, "tokens": 200}
+    cache = cache_of(groups, engine=engine, workload=workload)
+    sequences = cache.open(4)
+    lengths = dict.fromkeys(sequences, 0)
+    flights: list[tuple[Step, list[Any], list[int]]] = []
+    committed: list[Late] = []  # in order; the books decide them as far as counts have landed
+    graph = cache.graph(4, total=16)
+    for _ in range(60):
+        for known in committed:
+            known.landed |= random.random() < 0.3
+        while committed and committed[0].landed:
+            committed.pop(0)
+        if len(flights) + len(committed) < 3 and random.random() < 0.6:
+            chosen = [s for s in sequences if random.random() < 0.7]
+            counts = random.integers(0, 5, len(chosen)).tolist()
+            step = cache.extend(chosen, counts)
+            flights.append((step, chosen, counts))
+            if random.random() < 0.5:
+                cache.fill(graph, step)
+        elif flights:
+            step, chosen, counts = flights.pop(0)
+            taken = [int(random.integers(0, n + 1)) for n in counts]
+            committed.append(Late(taken))
+            committed[-1].landed = bool(random.random() < 0.5)
+            cache.commit(step, taken if committed[-1].landed else committed[-1])
+            for sequence, count in zip(chosen, taken, strict=True):
+                lengths[sequence] += count
+        for step, chosen, counts in flights[:1]:  # what later ones begin with is open
+            expect(cache, step, [lengths[s] for s in chosen], counts)
+            if graph.step.host.serial == step.host.serial:
+                live = len(chosen)
+                assert graph.step.prefix[:live].tolist() == step.prefix.tolist()
+                assert graph.step.positions[: sum(counts)].tolist() == step.positions.tolist()
+
+
+def expect(cache: Cache, step: Step, before: list[int], counts: list[int]) -> None:
+    """The step begins at ``before`` tokens of each sequence, in all its arrays."""
+    assert step.prefix.tolist() == before
+    positions = [
+        t for start, n in zip(before, counts, strict=True) for t in range(start, start + n)
+    ]
+    assert step.positions.tolist() == positions
+    rows = [row for row, n in zip(step.rows.tolist(), counts, strict=True) for _ in range(n)]
+    for table in cache.plan.tables:
+        arrays, p = step.tables[table.name], table.page_tokens
+        slots = [
+            int(arrays.pages[row, t // p]) * p + t % p
+            for row, t in zip(rows, positions, strict=True)
+        ]
+        assert arrays.slots.tolist() == slots
+        assert all(slot >= p for slot in slots)
+        assert arrays.kv_lengths.tolist() == [a + n for a, n in zip(before, counts, strict=True)]
+        first = [table.lifetime.first_visible(start) // p for start in before]
+        assert arrays.first_page.tolist() == first
+        bounds = arrays.lists.indptr.tolist()
+        for b, (row, start) in enumerate(zip(step.rows.tolist(), first, strict=True)):
+            listed = arrays.lists.indices[bounds[b] : bounds[b + 1]].tolist()
+            assert listed == arrays.pages[row, start : start + len(listed)].tolist()
+            assert all(listed)
