@@ -97,7 +97,9 @@ CASES = [
     Bad("workload.tokens=99999999999", "workload.tokens", "99999999999", "less than or equal"),
     Bad("engine.steps_in_flight=0", "engine.steps_in_flight", "0", "greater than or equal to 1"),
     Bad("engine.prefill_chunk_tokens=-1", "engine.prefill_chunk_tokens", "-1", "greater than"),
-    # replay and explain
+    # run, replay and explain
+    Bad("action=run memory=meta", "memory.name", "'meta'", "memory with storage", "memory=auto"),
+    Bad("action=run memory=null", "memory.name", "'null'", "memory with storage", "memory=auto"),
     Bad("action=replay", "workload.trace", "nothing", "a file of requests", "workload.trace="),
     Bad("action=replay workload.trace=/nowhere/trace.csv", "workload.trace", "no such file",
         "can be read"),

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import kvfactory
 from kvfactory.calibration import Key
-from kvfactory.quant import resolve_codec
+from kvfactory.calibration.checkpoint import read_constants
+from kvfactory.calibration.constants import FORMAT
+from kvfactory.quant import Constant, resolve_codec
 from kvfactory.spec import Spec
 
 
@@ -70,3 +73,48 @@ def test_a_missing_layer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(kvfactory.SpecError, match=str(Key(2, "k", "scale"))):
         kvfactory.build(plan)
     kvfactory.build(kvfactory.plan(_spec(path, {"k": "fp8_e4m3", "v": "fp8_e4m3"}, "0-1")))
+
+
+REQUIRED = {Key(0, "k", "scale"): Constant("scale", (), 1.0)}
+
+
+def _scales(of_layer_0: str) -> str:
+    cache = f'{{"dtype": "float8_e4m3fn", "scaling_factor": {{"0": {{"0": {of_layer_0}}}}}}}'
+    return f'{{"kv_cache": {cache}}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("deep.json", "[" * 200_000, "need a JSON file of scales"),
+        ("text.json", _scales('"0.5"'), "scaling_factor.0: got '0.5', need layer -> scale"),
+        ("true.json", _scales("true"), "scaling_factor.0: got True, need layer -> scale"),
+        ("x" * 5_000, None, "need a safetensors file of constants"),
+        ("~/nowhere", None, str(Path.home() / "nowhere")),
+    ],
+)
+def test_corrupt_files_are_named_with_their_key(
+    tmp_path: Path, name: str, content: str | None, told: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+        name = str(tmp_path / name)
+    with pytest.raises(kvfactory.SpecError) as caught:
+        read_constants(name, REQUIRED)
+    assert str(caught.value).startswith("kv.constants: ")
+    assert told in str(caught.value)
+
+
+def test_types_that_numpy_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "constants.safetensors"
+    values = {"layers.0.k.scale": torch.tensor(0.5, dtype=torch.bfloat16)}
+    save_file(values, path, metadata={"format": FORMAT})
+    with pytest.raises(kvfactory.SpecError, match=r"layers.0.k.scale: got BF16, need float32"):
+        read_constants(path, REQUIRED)
+
+
+def test_constants_that_nothing_takes_are_noted() -> None:
+    told = "kv.constants is unused: no number format of the model takes any"
+    for kv, unused in (("bf16_nhd", True), ("fp8_nhd", False)):
+        spec = kvfactory.compose(f"kv={kv}", "kv.constants=c.safetensors", "device=cpu")
+        assert (told in kvfactory.plan(spec).notes) is unused

@@ -18,6 +18,7 @@ import torch
 from kvfactory.actions.effort import choose
 from kvfactory.actions.loop import Loop
 from kvfactory.builder import build
+from kvfactory.errors import Problem, SpecError
 from kvfactory.kinds import ceil_div
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
@@ -59,11 +60,12 @@ def run(spec: Spec, output: str) -> int:
     """Print the plan and the verdicts; 0 when every group passed, 1 otherwise.
 
     Raises:
-        SpecError, PlanError, CapabilityError: no such plan.
+        SpecError, PlanError, CapabilityError: no such plan, or memory that keeps nothing.
         BuildError: the plan does not fit the device that is here.
     """
     torch.set_num_threads(1)  # small products: a second thread mostly waits for the first
     laid = plan(spec)
+    _check_memory(laid)
     if output == "table":
         print(plan_text(laid), flush=True)
     result = execute(laid)
@@ -72,6 +74,17 @@ def run(spec: Spec, output: str) -> int:
     else:
         print(f"\n{_text(result, laid)}")
     return 0 if result.passed else 1
+
+
+def _check_memory(laid: CachePlan) -> None:
+    """Refuse to verify what is counted only.
+
+    Raises:
+        SpecError: the memory has no bytes.
+    """
+    if laid.memory == "meta" or laid.counted_bytes:
+        need = "memory with storage, or action=plan"
+        raise SpecError(Problem("memory.name", repr(laid.memory), need, "memory=auto"))
 
 
 def _text(result: RunResult, laid: CachePlan) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,18 @@ def read_constants(path: str | Path, required: Mapping[Key, Constant]) -> Consta
     Raises:
         SpecError: a file that is neither, a constant that it lacks or that cannot be used.
     """
-    path = Path(path)
+    try:
+        return _constants(Path(path).expanduser(), required)
+    except SpecError as error:
+        told = (replace(each, path=f"kv.constants: {each.path}") for each in error.problems)
+        raise SpecError(*told) from None
+    except OSError as error:
+        got = f"{str(path)[:80]!r}: {error.strerror}"
+        need = "a safetensors file of constants"
+        raise SpecError(Problem("kv.constants", got, need)) from None
+
+
+def _constants(path: Path, required: Mapping[Key, Constant]) -> Constants:
     if path.suffix != ".json" and not path.is_dir() and is_ours(path):
         return Constants.load(path, required)
     found: dict[Key, Scale] = {}
@@ -154,7 +166,7 @@ def _scales(file: Path, prefix: str) -> Iterator[tuple[str, int, str, Scale]]:
 def _from_json(path: Path, tp_rank: int) -> Found:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(Problem(str(path), str(error), "a JSON file of scales")) from None
     cache = _mapping(read, path, "kv_cache")
     if cache.get("dtype") not in _FP8_TYPES:
@@ -163,14 +175,21 @@ def _from_json(path: Path, tp_rank: int) -> Found:
     ranks = _mapping(cache, path, "scaling_factor")
     scales = _mapping(ranks, path, str(tp_rank))
     try:
-        return {
-            (int(layer), part): np.asarray(scale, dtype=np.float32)
-            for layer, scale in scales.items()
-            for part in ("k", "v")
-        }
+        with np.errstate(over="ignore"):
+            return {
+                (int(layer), part): _number(scale)
+                for layer, scale in scales.items()
+                for part in ("k", "v")
+            }
     except (TypeError, ValueError) as error:
         place = f"{path}: kv_cache.scaling_factor.{tp_rank}"
         raise SpecError(Problem(place, str(error), "layer -> scale")) from None
+
+
+def _number(scale: object) -> Scale:
+    if isinstance(scale, str | bool):
+        raise TypeError(f"{scale!r}")
+    return np.asarray(scale, dtype=np.float32)
 
 
 def _mapping(read: Any, path: Path, key: str) -> Mapping[str, Any]:

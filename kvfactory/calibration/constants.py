@@ -191,8 +191,15 @@ def _read(path: Path) -> dict[str, NDArray[np.float32]]:
     if not is_ours(path):
         fix = "kvfactory.calibration.checkpoint.from_checkpoint reads those of models"
         raise SpecError(Problem(str(path), "another safetensors file", FORMAT, fix))
-    with safe_open(path, framework="numpy") as file:
-        return {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}
+    found: dict[str, NDArray[np.float32]] = {}
+    with safe_open(path, framework="numpy") as file, np.errstate(over="ignore"):
+        for name in file.keys():
+            try:
+                found[name] = file.get_tensor(name).astype(np.float32)
+            except (TypeError, AttributeError):  # numpy has no such type
+                got = file.get_slice(name).get_dtype()
+                raise SpecError(Problem(f"{path}: {name}", got, "float32")) from None
+    return found
 
 
 def _first(value: NDArray[np.float32], bad: NDArray[np.bool_]) -> str:

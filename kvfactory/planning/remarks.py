@@ -25,6 +25,8 @@ def remarks(spec: Spec, drafts: Sequence[Draft]) -> Iterator[str]:
         yield from _unused(path, recipe.quant, Layouts(), mine, whose)
         if recipe.quant == Quants():
             yield f"{path} is unused: it names no quant"
+    if spec.kv.constants is not None and not any(t.constants for d in drafts for t in d.stored):
+        yield "kv.constants is unused: no number format of the model takes any"
     most = spec.model.max_context
     if most is not None and spec.workload.tokens > most:
         yield f"workload.tokens={spec.workload.tokens} is beyond model.max_context={most}"
