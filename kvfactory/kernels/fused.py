@@ -24,6 +24,7 @@ from kvfactory.kernels.compiled import ALL, row_programs
 from kvfactory.kernels.launch import Argument, Kernel, pointer
 from kvfactory.kernels.ops import MOST_FORMS, TritonOps, entry_steps, steppable
 from kvfactory.kernels.rows import write_tensor
+from kvfactory.kernels.specs import ROW_WARPS
 from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import Ops, Pool, Write
 from kvfactory.quant.numerics import torch_dtype
@@ -135,9 +136,8 @@ class _Together:
             "xs": Argument(tuple(map(pointer, dtypes)), aligned),
             "steps": Argument(("i32",) * (2 * many)),
         }
-        return Kernel(
-            write_groups, arguments, {"SPEC": self._rows, "KEEP": ALL, "ALIGNED": aligned}
-        )
+        baked = {"SPEC": self._rows, "KEEP": ALL, "ALIGNED": aligned}
+        return Kernel(write_groups, arguments, baked, ROW_WARPS)
 
 
 def _same_entries(writes: Sequence[Write]) -> bool:

@@ -19,8 +19,8 @@ from kvfactory.planning.cacheplan import ConstantPlan, GroupPlan, PlanePlan, Ten
 from kvfactory.pools import GroupViews
 from kvfactory.quant.codec import DeviceCodec
 
-TILE_ELEMENTS = 4096
-"""Elements that one program encodes or decodes."""
+TILE_ELEMENTS, ROW_WARPS = 2048, 2
+"""Elements that one program encodes or decodes, and its warps: 32 elements a thread."""
 
 
 def rows_spec(views: GroupViews, codecs: Sequence[DeviceCodec], names: Sequence[str]) -> RowsSpec:
@@ -50,10 +50,15 @@ def move_spec(views: GroupViews, by_slot: bool) -> CopySpec:
 
 
 def image_spec(views: GroupViews) -> CopySpec:
-    """What pack and unpack bake in: pages, planes in logical order."""
+    """What pack and unpack bake in: pages, planes in logical order, the slowest parts first.
+
+    Parts of short words (scales in another order than the pool's) would end a launch with little
+    in flight.
+    """
     group = views.group
+    parts = plane_parts(group, views.image_offsets, by_slot=False, every_layer=True)
     return CopySpec(
-        parts=plane_parts(group, views.image_offsets, by_slot=False, every_layer=True),
+        parts=tuple(sorted(parts, key=lambda part: part.word_bytes)),
         page_slots=1,
         limit=views.num_pages,
         image_bytes=views.image_bytes,

@@ -131,18 +131,18 @@ class NvFp4:
 @cache
 def _block16_triton() -> tuple[Any, Any]:
     """encode and decode of E2M1 with a power-of-two scale per 16 elements."""
-    global tl, device, fourbit
+    global tl, device, extremes, fourbit
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import fourbit
+    from kvfactory.quant.device import extremes, fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        blocks = device.grouped(device.widen(x), 16)
+        blocks = device.grouped(x, 16)
         # 94 is the code of 1e-10, below which no scale goes.
-        scale = tl.maximum(device.exponent_over(device.amax(blocks, 2), 6), 94)
+        scale = tl.maximum(device.exponent_over(extremes.amax(blocks, 2, True), 6), 94)
         codes = fourbit.e2m1_by_power(blocks, scale, True)
         return fourbit.pack(device.flat(codes)), scale.to(tl.uint8)
 
@@ -157,22 +157,22 @@ def _block16_triton() -> tuple[Any, Any]:
 @cache
 def _nvfp4_triton() -> tuple[Any, Any]:
     """encode and decode of E2M1 with an E4M3 scale per 16 elements; g is the constant."""
-    global tl, device, division, fourbit
+    global tl, device, division, extremes, fourbit
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import division, fourbit
+    from kvfactory.quant.device import division, extremes, fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         blocks = device.grouped(x, 16)
-        target = division.divide_by_small(device.amax(device.widen(blocks), 2), 6.0)
+        target = division.divide_by_small(extremes.amax(blocks, 2, True), 6.0)
         scale = device.to_e4m3(division.coded(target, constants[0], 448.0))
         step = (device.from_e4m3(scale) * constants[0])[:, :, None]
-        size = division.coded_size(blocks, step, step > 0.0, 6.0)
+        size = division.eighths(blocks, step, step > 0.0)
         bias = tl.where(step > 0.0, fourbit.SIGN_BIAS, 0.0)
-        codes = fourbit.with_sign(fourbit.e2m1_even(size, 0.5, bias), device.widen(blocks), bias)
+        codes = fourbit.with_sign(fourbit.e2m1_even(size, 4.0, bias), device.widen(blocks), bias)
         return fourbit.pack(device.flat(codes)), scale
 
     @triton.jit

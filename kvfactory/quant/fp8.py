@@ -222,16 +222,16 @@ def _static_triton() -> tuple[Any, Any]:
 @cache
 def _row_triton() -> tuple[Any, Any]:
     """encode and decode of E4M3 with a scale per row."""
-    global tl, device, division
+    global tl, device, division, extremes
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import division
+    from kvfactory.quant.device import division, extremes
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        scale = device.nonzero(division.divide_by(device.amax(device.widen(x), 1), 448.0))[:, None]
+        scale = device.nonzero(division.divide_by(extremes.amax(x, 1), 448.0))[:, None]
         return device.to_e4m3(division.coded(x, scale, 448.0)), scale
 
     @triton.jit
@@ -244,17 +244,17 @@ def _row_triton() -> tuple[Any, Any]:
 @cache
 def _tile_triton() -> tuple[Any, Any]:
     """encode and decode of E4M3 with a scale per tile of 128."""
-    global tl, device, division
+    global tl, device, division, extremes
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import division
+    from kvfactory.quant.device import division, extremes
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         tiles = device.grouped(x, 128)
-        amax = device.no_less(device.amax(device.widen(tiles), 2), 1e-4)
+        amax = device.no_less(extremes.amax(tiles, 2), 1e-4)
         scale = division.divide_by_small(amax, 448.0)
         data = device.to_e4m3(division.coded(tiles, scale[:, :, None], 448.0))
         return device.flat(data), scale

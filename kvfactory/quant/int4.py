@@ -89,31 +89,32 @@ class GroupInt4:
 @cache
 def _triton() -> tuple[Any, Any]:
     """encode and decode; the option is the number of elements in a group."""
-    global tl, device, division, fourbit
+    global tl, device, division, extremes, fourbit
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import division, fourbit
+    from kvfactory.quant.device import division, extremes, fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        groups = device.grouped(device.widen(x), options[0])
-        low, high = device.extremes(groups, 2)
+        groups = device.grouped(x, options[0])
+        low, high = extremes.extremes(groups)
         low, high = device.clamp(low, -65504.0, 65504.0), device.clamp(high, -65504.0, 65504.0)
         scale = division.divide_by_small(high - low, 15.0).to(tl.float16)
         scale = tl.where(scale > 0.0, scale, 1.0)
         zero = low.to(tl.float16)
-        begin = zero.to(tl.float32)
-        minus, unit, inverse = division.divisor(scale.to(tl.float32), True)
-        # The clamp of the input to 65504 and that of the code to 0..15, of the scaled difference.
         fine = low == low
-        least = tl.where(fine, tl.maximum((65504.0 - begin) * minus, unit * -15.0), 0.0)
-        steps = (groups - begin[:, :, None]) * minus[:, :, None]
-        steps = tl.minimum(division.at_least(steps, least[:, :, None]), 0.0)
-        steps = division.quotient(steps, unit[:, :, None], inverse[:, :, None], True)
+        begin, step = zero.to(tl.float32), scale.to(tl.float32) * 16.0
+        inverse = division.reciprocal(step)
+        # The clamp of the input to 65504 and that of the code to 15, in sixteenths.
+        most = tl.minimum(division.part(begin - 65504.0, step, inverse), 0.9375)
+        most = tl.where(fine, most, 0.0)[:, :, None]
+        steps = begin[:, :, None] - device.widen(groups)
+        steps = division.part(steps, step[:, :, None], inverse[:, :, None])
+        codes = fourbit.whole(tl.minimum(steps, most))
         nan = tl.full(low.shape, float("nan"), tl.float16)
-        data = fourbit.pack(device.flat(steps + fourbit.MAGIC))
+        data = fourbit.pack(device.flat(codes))
         return data, tl.where(fine, scale, nan), tl.where(fine, zero, nan)
 
     @triton.jit

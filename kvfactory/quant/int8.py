@@ -143,16 +143,16 @@ class StateInt8:
 @cache
 def _row_triton() -> tuple[Any, Any]:
     """encode and decode of int8 with a float32 scale per row."""
-    global tl, device, division
+    global tl, device, division, extremes
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import division
+    from kvfactory.quant.device import division, extremes
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        amax = device.amax(device.widen(x), 1)
+        amax = extremes.amax(x, 1)
         scale = device.nonzero(division.divide_by_small(amax, 127.0))[:, None]
         # An odd divisor leaves no tie among subnormal quotients: the short division is exact there.
         codes = device.rint_bits(division.coded_integer(x, scale, 127.0))
@@ -168,17 +168,17 @@ def _row_triton() -> tuple[Any, Any]:
 @cache
 def _state_triton() -> tuple[Any, Any, Mapping[str, Any]]:
     """encode and decode with the type of the scale as their option, and Triton's types by name."""
-    global tl, device, division
+    global tl, device, division, extremes
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import division
+    from kvfactory.quant.device import division, extremes
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
         x = device.load(x)
-        scale = division.divide_by(device.no_less(device.amax(x, 1), 1e-8), 127.0)
+        scale = division.divide_by(device.no_less(extremes.amax(x, 1), 1e-8), 127.0)
         scale = device.cast(scale, options[0])[:, None]
         return device.to_int8(tl.div_rn(x, scale.to(tl.float32))), scale
 

@@ -126,17 +126,17 @@ class MxFp4:
 @cache
 def _triton() -> tuple[Any, Any]:
     """encode and decode; the option is whether elements are E2M1."""
-    global tl, device, fourbit
+    global tl, device, extremes, fourbit
     import triton
     import triton.language as tl
 
-    from kvfactory.quant.device import fourbit
+    from kvfactory.quant.device import extremes, fourbit
     from kvfactory.quant.device import numerics as device
 
     @triton.jit
     def encode(x, constants, options: tl.constexpr):
-        blocks = device.grouped(device.widen(x), 32)
-        amax = device.no_less(device.amax(blocks, 2), 1e-30)
+        blocks = device.grouped(x, 32)
+        amax = device.no_less(extremes.amax(blocks, 2, options[0]), 1e-30)
         if options[0]:
             scale = device.exponent_over(amax, 6)
             codes = fourbit.e2m1_by_power(blocks, scale, False)

@@ -121,15 +121,37 @@ def test_one_launch_for_all_groups_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 @NO_GPU
 @pytest.mark.parametrize("number", range(4))
-def test_short_divisions_are_correctly_rounded(number: int) -> None:
+def test_divisions_are_correctly_rounded(number: int) -> None:
     """Every divisor of a binade, and pairs whose quotients come close to a tie."""
-    from division import pairs, quotients
+    from division import HARDWARE, LONG, pairs, quotients
 
     torch.manual_seed(number)
     for _ in range(8):
         x, scale = pairs(number, 2**23)
-        found, wanted = quotients(torch.cat([x, -x]), torch.cat([scale, scale]))
-        assert torch.equal(found, wanted)
+        both, scales = torch.cat([x, -x]), torch.cat([scale, scale])
+        assert torch.equal(quotients(both, scales, LONG), quotients(both, scales, HARDWARE))
+    zeros = torch.tensor([0.0, -0.0], device="cuda")
+    assert quotients(zeros, torch.ones_like(zeros), LONG).signbit().tolist() == [False, True]
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("hard", ["hard_short_dividends", "hard_short_divisors"])
+def test_short_divisions_round_to_the_same_codes(hard: str) -> None:
+    """One correction leaves every quotient on its side of every code and midpoint."""
+    import division
+
+    x, scale = vars(division)[hard]()
+    wanted = division.quotients(x, scale, division.HARDWARE)
+    want = division.side(wanted, wanted)
+    assert (want == 0).any()
+    assert (want != 0).any()
+    for form in (division.SHORT, division.PART):
+        found = division.quotients(x, scale, form)
+        assert torch.equal(division.side(found, wanted), want)
+    zeros = torch.tensor([0.0, -0.0], device="cuda")
+    signs = division.quotients(zeros, torch.ones_like(zeros), division.SHORT).signbit()
+    assert signs.tolist() == [False, True]
 
 
 @pytest.mark.gpu

@@ -40,18 +40,25 @@ def short(dtype):
 
 
 @triton.jit
+def reciprocal(x):
+    """About -1 / x of positive ``x`` between 2^-126 and 2^126."""
+    if INTERPRETED:
+        return tl.div_rn(-1.0, x)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 r; rcp.approx.ftz.f32 r, $1; neg.f32 $0, r;}",
+            "=f,f", [x], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def divisor(scale, SHORT: tl.constexpr):
     """(-f, s', -r) of positive float32 ``scale``, for ``quotient``; NaN gives NaN."""
     exponent = tl.minimum(bits(scale) >> 23, 253)
     factor = floats((254 - exponent) << 23)
     unit = scale * factor
-    if INTERPRETED:
-        inverse = tl.div_rn(-1.0, unit)
-    else:
-        inverse = tl.inline_asm_elementwise(
-            "{.reg .f32 r; rcp.approx.ftz.f32 r, $1; neg.f32 $0, r;}",
-            "=f,f", [unit], tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+    inverse = reciprocal(unit)
+    if not INTERPRETED:
         if not SHORT:  # two Newton steps: a division without a branch
             inverse = tl.fma(tl.fma(inverse, unit, 1.0), inverse, inverse)
             inverse = tl.fma(tl.fma(inverse, unit, 1.0), inverse, inverse)
@@ -137,12 +144,35 @@ def coded_by_one(x, scale, high: tl.constexpr):
 
 
 @triton.jit
-def coded_size(x, scale, keep, high: tl.constexpr):
-    """``abs(x) / scale`` clamped to high, correctly rounded next to codes; 0 without ``keep``."""
+def part(y, unit, inverse):
+    """``-y / unit`` clamped to 0..1, NaN as 0: for a short y or ``unit``; 0 where ``inverse`` is.
+
+    Clamps are free, and as the estimate is clamped before it is corrected, infinities need no care.
+    """
+    if INTERPRETED:
+        found = tl.where(inverse == 0.0, 0.0, tl.div_rn(-y, unit))
+        return tl.where(found >= 1.0, 1.0, tl.where(found > 0.0, found, 0.0))
+    else:
+        return tl.inline_asm_elementwise(
+            """{.reg .f32 q, r;
+            mul.rn.sat.f32 q, $1, $3;
+            fma.rn.f32 r, q, $2, $1;
+            fma.rn.sat.f32 $0, r, $3, q;}""",
+            "=f,f,f,f", [y, unit, inverse], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def eighths(x, scale, keep):
+    """``abs(x) / scale / 8``, correctly rounded next to codes up to 6; 0 without ``keep``."""
     SHORT: tl.constexpr = short(x.dtype)
     minus, unit, inverse = divisor(tl.where(keep, scale, 1.0), SHORT)
-    y = at_least(tl.abs(widen(x)) * minus, tl.where(keep, unit * -high, 0.0))
-    return quotient(y, unit, inverse, SHORT)
+    y = tl.abs(widen(x)) * minus
+    if SHORT:
+        return part(y, unit * 8.0, tl.where(keep, inverse * 0.125, 0.0))
+    else:
+        y = at_least(y, tl.where(keep, unit * -6.0, 0.0))
+        return quotient(y, unit, inverse, SHORT) * 0.125
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from kvfactory.quant.device.numerics import (
     flat,
     floats,
     inverse_power,
+    widen,
 )
 
 # Codes come as floats: MAGIC + code, whose low bits are the code. Then additions, of which the
@@ -112,12 +113,13 @@ def with_sign(codes, x, bias):
 
 
 @triton.jit
-def e2m1_by_power(blocks, scale, AWAY: tl.constexpr):
-    """Signed codes of float32 ``blocks`` [R, G, B] over the powers of E8M0 ``scale`` [R, G] int32.
+def e2m1_by_power(blocks, scale, away: tl.constexpr):
+    """Signed codes of ``blocks`` [R, G, B] over the powers of E8M0 ``scale`` [R, G] int32.
 
-    Each scale is the least power of two that leaves no magnitude above 6. Ties go to the even code
-    and -0 keeps its sign, or AWAY from zero and it does not. Where the scale is NaN codes are 0.
+    A scale is the least power of two that leaves no magnitude above 6. Ties go to the even code
+    and -0 keeps its sign, or ``away`` from zero and it does not. Where scales are NaN codes are 0.
     """
+    blocks = widen(blocks)
     fine = (scale != 255)[:, :, None]
     bias = tl.where(fine, SIGN_BIAS, 0.0)
     # Blocks with the largest scale hold no magnitude above 4, and infinities count as 4 there.
@@ -125,7 +127,7 @@ def e2m1_by_power(blocks, scale, AWAY: tl.constexpr):
     factor = tl.where(top, 2.0, 4.0)[:, :, None]
     step = inverse_power(scale) * tl.where(top, 0.25, 0.125)
     share = share_of(blocks, tl.where(fine, step[:, :, None], 0.0))
-    if AWAY:  # adding 0 makes -0 positive
+    if away:  # adding 0 makes -0 positive
         return floor_halves(with_sign(e2m1_away(share, factor, bias), blocks + 0.0, bias))
     else:
         return with_sign(e2m1_even(share, factor, bias), blocks, bias)
@@ -145,12 +147,19 @@ def e2m1_values(codes):
 
 
 @triton.jit
+def whole(sixteenths):
+    """MAGIC + 16 times ``sixteenths`` of 0..1, rounded, ties to even."""
+    times = tl.full(sixteenths.shape, 16.0, tl.float32)
+    return tl.fma(sixteenths, times, tl.full(sixteenths.shape, 12582912.0, tl.float32))
+
+
+@triton.jit
 def pack(codes):
     """``codes`` [R, D], MAGIC + 0..15, as bytes [R, D / 2]: the even element is the low nibble."""
     R: tl.constexpr = codes.shape[0]
     H: tl.constexpr = codes.shape[1] // 2
     low, high = tl.split(tl.reshape(codes, (R, H, 2)))
-    return bits(tl.fma(high - MAGIC, tl.full(high.shape, 16.0, tl.float32), low)).to(tl.uint8)
+    return (bits(low) + (bits(high) << 4)).to(tl.uint8)
 
 
 @triton.jit

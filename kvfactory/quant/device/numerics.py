@@ -78,73 +78,9 @@ def floats(x):
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def quiet(x):
     """``x`` with every NaN the positive quiet one."""
     return tl.where(x == x, x, floats(tl.full(x.shape, FLOAT32_NAN, tl.int32)))
-
-
-@triton.constexpr_function
-def folds(shape):
-    """Whether the last of three axes is folded by neighbours rather than reduced.
-
-    However the compiler orders the registers, and it may use one order for the data and one for the
-    scales, these are the same operations then, and happen once.
-    """
-    return len(shape) == 3 and shape[2] <= 32
-
-
-@triton.jit
-def _folded(x, pair: tl.constexpr):
-    """``x`` [R, G, B] as [R, G], neighbours joined by ``pair`` until one is left."""
-    R: tl.constexpr = x.shape[0]
-    G: tl.constexpr = x.shape[1]
-    H: tl.constexpr = x.shape[2] // 2
-    low, high = tl.split(tl.reshape(x, (R, G, H, 2)))
-    if H == 1:
-        return tl.reshape(pair(low, high), (R, G))
-    else:
-        return _folded(pair(low, high), pair)
-
-
-@triton.jit
-def amax(x, axis: tl.constexpr):
-    """Largest magnitude of float32 ``x`` along ``axis``, which disappears, at most LIMIT.
-
-    The positive quiet NaN if any is NaN.
-    """
-    if INTERPRETED:  # which reduces fast with its own maxima only; bits order as magnitudes do
-        largest = floats(tl.max(bits(x) & SIGN_OFF, axis))
-    elif folds(x.shape):
-        largest = _folded(tl.abs(x), _larger)
-    else:
-        largest = tl.reduce(tl.abs(x), axis, _larger)
-    return quiet(tl.minimum(largest, LIMIT, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def extremes(x, axis: tl.constexpr):
-    """Smallest and largest of float32 ``x`` along ``axis``; both NaN if any is NaN."""
-    if INTERPRETED:
-        broken = tl.max((x != x).to(tl.int32), axis) != 0
-        clean = tl.where(x == x, x, 0.0)
-        nan = tl.full(broken.shape, float("nan"), tl.float32)
-        return tl.where(broken, nan, tl.min(clean, axis)), tl.where(
-            broken, nan, tl.max(clean, axis)
-        )
-    elif folds(x.shape):
-        return _folded(x, _smaller), _folded(x, _larger)
-    else:
-        return tl.reduce(x, axis, _smaller), tl.reduce(x, axis, _larger)
 
 
 @triton.jit
