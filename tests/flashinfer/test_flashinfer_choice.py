@@ -66,6 +66,14 @@ def test_xqa_says_what_it_misses(change: dict[str, Any], word: str) -> None:
     assert word in found.decode.why
 
 
+def test_auto_takes_it_where_fast_is_accepted() -> None:
+    backend = {"name": "auto", "accuracy": "fast"}
+    plan = plan_of({"main": GROUP}, kv={"quant": FP8, "page_tokens": 16}, backend=backend)
+    (group,) = plan.groups
+    assert group.backend == "flashinfer"
+    assert BACKEND.kernels(group, plan.spec)["decode"].startswith("xqa")
+
+
 def test_explanations_name_use_kernel_and_reason() -> None:
     plan = plan_of({"main": GROUP}, kv={"quant": FP8}, backend={"new_tokens": "exact"})
     said = BACKEND.kernels(plan.groups[0], plan.spec)
