@@ -70,7 +70,8 @@ def test_auto_takes_it_where_fast_is_accepted() -> None:
     backend = {"name": "auto", "accuracy": "fast"}
     plan = plan_of({"main": GROUP}, kv={"quant": FP8, "page_tokens": 16}, backend=backend)
     (group,) = plan.groups
-    assert group.backend == "flashinfer"
+    assert group.choice is not None
+    assert group.choice.backend == "flashinfer"
     assert BACKEND.kernels(group, plan.spec)["decode"].startswith("xqa")
 
 
