@@ -19,7 +19,8 @@ from kvfactory.verify.state import StateChecker
 
 
 class Loop:
-    """Serves requests through ``cache``; the next step is opened before the last is committed.
+    """Serves requests through ``cache``; the next step is opened before the last is committed,
+    where two may be in flight.
 
     Each layer of ``effort`` does in a step what an engine would: states advance, K and V and index
     keys are written together, then the layer selects and attends.
@@ -34,6 +35,7 @@ class Loop:
         self._states = StateChecker(plan)
         self._exact = plan.spec.backend.new_tokens == "exact"
         self._open: list[Step] = []
+        self._one_at_a_time = plan.limits.steps_in_flight == 1
         count = len(effort.lengths)
         encoder = [t.lifetime.tokens for t in plan.tables if t.lifetime.name == "encoder"]
         self._sequences = cache.open(count, cross_tokens=encoder[:1] * count)
@@ -41,9 +43,10 @@ class Loop:
     def step(self, counts: Sequence[int], attended: bool = True) -> None:
         """A step of ``counts`` new tokens; one that is not ``attended`` is only written."""
         with self._cache_time():
+            if self._one_at_a_time:
+                self._decide()
             step = self.cache.extend(self._sequences, counts)
-            if self._open:
-                self.cache.commit(self._open.pop())
+            self._decide()
         self._open.append(step)
         selections: dict[int, Tensor] = {}
         for layer in self.layers:
@@ -53,6 +56,10 @@ class Loop:
                     views = self.cache.state(layer, step, group=group.group)
                     self._states.advance(group, layer, views, step)
             self._tokens(layer, groups, step, selections, attended)
+
+    def _decide(self) -> None:
+        if self._open:
+            self.cache.commit(self._open.pop())
 
     def finish(self) -> None:
         """Compare final states, and close everything."""

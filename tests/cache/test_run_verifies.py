@@ -35,6 +35,13 @@ def test_every_group_gets_a_verdict(model: str, kv: dict[str, Any]) -> None:
             assert ("recall 1.0000" in verdict.note) == (not kv)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+@pytest.mark.parametrize("model", ["windows", "hybrid"])
+def test_any_number_of_steps_in_flight(model: str, steps_in_flight: int) -> None:
+    laid = plan(spec_of(MODELS[model], engine={"steps_in_flight": steps_in_flight}))
+    assert execute(laid).passed
+
+
 @pytest.mark.parametrize("requests", [24, 32])
 def test_many_requests_share_the_pages_of_a_window(requests: int) -> None:
     """There are none for whole chunks of all of them at once."""
