@@ -48,12 +48,12 @@ def layer(views: GroupViews, layer_index: int) -> int:
     """``layer_index``, an index in the group.
 
     Raises:
-        BooksError: it is negative or beyond the group's layers.
+        BooksError: it is no number, negative or beyond the group's layers.
     """
     count = len(views.group.layers)
-    if not 0 <= layer_index < count:
+    if type(layer_index) is not int or not 0 <= layer_index < count:
         need = f"an index in group {views.group.name}, 0 to {count - 1}"
-        raise BooksError(Problem("layer_index", str(layer_index), need))
+        raise BooksError(Problem("layer_index", repr(layer_index), need))
     return layer_index
 
 
@@ -65,10 +65,16 @@ def as_ids(ids: Ids, what: str) -> Tensor:
     """
     if isinstance(ids, Tensor):
         found = ids
-    elif isinstance(ids, np.ndarray):
-        found = torch.from_numpy(np.array(ids))
     else:
-        found = torch.tensor(ids, dtype=torch.int64)
+        try:
+            given = np.array(ids)
+        except ValueError:
+            raise SpecError(Problem(what, "rows of unequal lengths", "a list of ids")) from None
+        if not given.size and given.ndim:
+            given = given.astype(np.int64)
+        if given.dtype.kind not in "iu":
+            raise SpecError(Problem(what, str(given.dtype), "int64 or int32"))
+        found = torch.from_numpy(given)
     if found.dtype not in _INTEGERS:
         raise SpecError(Problem(what, str(found.dtype), "int64 or int32"))
     return found
@@ -145,6 +151,8 @@ def entries(
         SpecError: wrong shapes or types of slots, mask or counts.
         BooksError: a slot that counts and is not in the pool.
     """
+    tensors(slots=slots)
+    tensors(**{n: x for n, x in (("mask", mask), ("counts", counts)) if x is not None})
     wrong = [*mask_problems(slots.shape, mask), *_counts_problems(slots, counts)]
     if mask is not None and counts is not None:
         wrong.append(Problem("mask, counts", "both", "at most one of them"))
@@ -158,6 +166,21 @@ def entries(
         keep = Keep(counts=sent(counts, device), width=slots.shape[1])
         mask = Keep(counts=counts, width=slots.shape[1]).as_mask()
     return Entries(flat_ids(views, slots, "slots", mask), keep, tuple(slots.shape))
+
+
+def tensors(**given: Tensor) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        SpecError: all such arguments, by name.
+    """
+    wrong = [
+        Problem(name, f"a {type(value).__name__}", "a tensor")
+        for name, value in given.items()
+        if not isinstance(value, Tensor)
+    ]
+    if wrong:
+        raise SpecError(*wrong)
 
 
 def mask_problems(shape: Sequence[int], mask: Tensor | None) -> tuple[Problem, ...]:
@@ -196,6 +219,7 @@ def rows(
     Raises:
         SpecError: missing or unknown names, wrong shapes, types or devices; all of them.
     """
+    tensors(**given)
     wanted = views.tensor_shapes
     wrong = [*_name_problems(wanted, given, "tensor"), *_shape_problems(wanted, given, shape)]
     for name, value in given.items():
@@ -218,6 +242,7 @@ def encoded(
     Raises:
         SpecError: missing or unknown planes, wrong shapes, types or devices; all of them.
     """
+    tensors(**given)
     wanted = views.plane_shapes
     wrong = [*_name_problems(wanted, given, "plane"), *_shape_problems(wanted, given, shape)]
     for key, value in given.items():

@@ -170,6 +170,7 @@ class Pool:
         index = checks.layer(self.bound, layer_index)
         wanted = checks.names(self.bound, names)
         own = torch_dtype(self.group.tensors[0].logical.dtype)
+        checks.tensors(slots=slots)
         flat = checks.flat_ids(self.bound, slots, "slots")
         found = self.ops.read(index, flat, wanted, checks.read_dtype(dtype or own))
         return {name: x.view(*slots.shape, *x.shape[1:]) for name, x in found.items()}
@@ -265,11 +266,14 @@ class Pool:
         """Copy ``saved`` into ``pages``, bit for bit; layouts and page ids may differ.
 
         Raises:
-            SpecError: an image with another number of pages, formats, dims, layers or constants.
+            SpecError: an image with another number of pages, formats, dims, layers or constants;
+                or, of ids on the host, a page twice.
         """
         checks.storage(self.bound)
         flat = checks.flat_ids(self.bound, pages, "pages")
         wrong = image.problems(saved, self.manifest(), len(flat))
+        if flat.is_cpu and len(set(flat.tolist())) < len(flat):
+            wrong = (*wrong, Problem("pages", "a page twice", "each page once"))
         if wrong:
             raise SpecError(*wrong)
         image.load(self.bound, self.ops, saved.data, flat, chunk_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,11 @@ def _set(key: tuple[int, str, str], value: object) -> Call:
     return lambda p: p.set_constants({key: value})
 
 
+def odd(value: Any) -> Any:
+    """What the types do not allow."""
+    return value
+
+
 REFUSED: dict[str, tuple[type[KVFactoryError], str, Call]] = {
     "slot beyond": (BooksError, "slots", lambda p: p.write(0, SLOTS + 60, **rows(4))),
     "slot negative": (BooksError, "slots", lambda p: p.write(0, SLOTS - 17, **rows(4))),
@@ -61,6 +67,21 @@ REFUSED: dict[str, tuple[type[KVFactoryError], str, Call]] = {
         "slots",
         lambda p: p.write(0, torch.tensor([[1, 99]]), counts=torch.tensor([2]), **rows(1, 2)),
     ),
+    "layer text": (BooksError, "layer_index", lambda p: p.write(odd("0"), SLOTS, **rows(4))),
+    "layer half": (BooksError, "layer_index", lambda p: p.write(odd(0.5), SLOTS, **rows(4))),
+    "layer true": (BooksError, "layer_index", lambda p: p.write(odd(True), SLOTS, **rows(4))),
+    "half slots": (SpecError, "dst_slots", lambda p: p.move(odd([16.5]), [17])),
+    "text slots": (SpecError, "src_slots", lambda p: p.move([16], odd(["17"]))),
+    "ragged slots": (SpecError, "slots", lambda p: p.gather(odd([[16], [17, 18]]))),
+    "huge slots": (SpecError, "slots", lambda p: p.gather(odd([10**30]))),
+    "no slots": (SpecError, "slots", lambda p: p.gather(odd(None))),
+    "list of slots": (SpecError, "slots", lambda p: p.write(0, odd([16, 17]), **rows(2))),
+    "list of mask": (SpecError, "mask", lambda p: p.write(0, SLOTS, odd([True] * 4), **rows(4))),
+    "list of rows": (SpecError, "k", lambda p: p.write(0, SLOTS, k=odd([1]), v=ONE)),
+    "array of rows": (SpecError, "k", lambda p: p.write(0, SLOTS, k=odd(ONE.numpy()), v=ONE)),
+    "none for rows": (SpecError, "k", lambda p: p.write(0, SLOTS, k=odd(None), v=ONE)),
+    "list read": (SpecError, "slots", lambda p: p.read(0, odd([16]))),
+    "loaded over itself": (SpecError, "pages", lambda p: p.load(p.offload([1, 2]), [3, 3])),
     "float slots": (SpecError, "slots", lambda p: p.write(0, SLOTS.float(), **rows(4))),
     "no v": (SpecError, "v", lambda p: p.write(0, SLOTS, k=ONE)),
     "unknown": (SpecError, "value", lambda p: p.write(0, SLOTS, value=ONE, **rows(4))),
