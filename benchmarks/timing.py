@@ -85,16 +85,19 @@ def host_us(call: Call, calls: int = 300) -> float:
     return statistics.median(found)
 
 
-def per_step_us(one: Call, steps: int) -> float:
-    """Wall microseconds of a step in a loop that never waits but at its end."""
-    for _ in range(8):
-        one()
-    found = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(steps // 5):
-            one()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - begin) / (steps // 5) * 1e6)
-    return statistics.median(found)
+def per_step_us(cases: Mapping[str, Call], rounds: int = 11, steps: int = 20) -> dict[str, float]:
+    """Wall microseconds of every case's step: the median of rounds, in which they take turns.
+
+    A round is a loop of ``steps`` that never waits but at its end.
+    """
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(-1, rounds):
+        for name, one in cases.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                one()
+            torch.cuda.synchronize()
+            if number >= 0:
+                found[name].append((time.perf_counter() - begin) / steps * 1e6)
+    return {name: statistics.median(times) for name, times in found.items()}
