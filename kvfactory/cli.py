@@ -187,7 +187,9 @@ def _show(hydra: Hydra, overrides: list[str], args: argparse.Namespace) -> int:
 
 def _sweep(hydra: Hydra, overrides: list[str]) -> int:
     try:
-        hydra.multirun("config", _job, [*overrides, "hydra.mode=MULTIRUN"])
+        jobs = hydra.multirun("config", _job, [*overrides, "hydra.mode=MULTIRUN"])
+        if not any(jobs):
+            raise SpecError(Problem("-m", "no job", "values to sweep over: a glob that finds some"))
     except _JobFailedError:
         return FAILED
     except OSError as error:

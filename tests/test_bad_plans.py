@@ -37,6 +37,10 @@ CASES = [
     Bad("model.aliases=[[3,1]]", "model.aliases", "[3, 1]", "a layer without a cache of its own"),
     Bad("model.groups.full.layers=0-9 model.aliases=[[20,15]]", "model.aliases", "[20, 15]",
         "layer 15 is in no group"),
+    Bad("model.groups.full.layers=0-9 model.aliases=[[20,1],[20,2]]", "model.aliases", "[20, 2]",
+        "one owner a layer"),
+    Bad("model.draft={num_layers:2,reads:[[0,35],[0,34]]}", "model.aliases", "[36, 34]",
+        "one owner a layer"),
     Bad("model.groups.full.layers=0-9 model.aliases=[[20,21]]", "model.aliases", "[20, 21]",
         "an owner before the layer"),
     # geometry

@@ -119,9 +119,12 @@ def _overlaps(spec: Spec, layers: Mapping[str, tuple[int, ...]]) -> Iterator[Pro
 def _holes(spec: Spec, layers: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
     """Aliases point from a layer that keeps nothing to an earlier one that keeps something."""
     kept = {layer for ids in layers.values() for layer in ids}
+    seen: dict[int, int] = {}
     for layer, owner in spec.model.aliases:
         path, got = "model.aliases", f"[{layer}, {owner}]"
-        if layer >= spec.model.num_layers:
+        if seen.setdefault(layer, owner) != owner:
+            yield Problem(path, f"{got} beside [{layer}, {seen[layer]}]", "one owner a layer")
+        elif layer >= spec.model.num_layers:
             yield Problem(path, got, f"layers below model.num_layers={spec.model.num_layers}")
         elif owner >= layer:
             yield Problem(path, got, "an owner before the layer")

@@ -209,6 +209,12 @@ def test_a_sweep_goes_on_after_a_fault_of_ours(cli: Cli, action: Any) -> None:
     assert "ValueError: ours" in found[0]["traceback"]
 
 
+def test_a_sweep_over_nothing(cli: Cli) -> None:
+    done = cli("-m", "action=list", "model=glob(nope*)")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("-m: got no job, need values to sweep over")
+
+
 def test_a_sweep_without_a_folder_to_write_to(cli: Cli) -> None:
     done = cli("-m", "action=list", "kv=fp8_hnd,bf16_hnd", "hydra.sweep.dir=/proc/nope")
     assert done.code == 2
