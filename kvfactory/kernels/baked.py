@@ -117,7 +117,8 @@ class Part(Baked):
     """Bytes of a unit (a page or a slot) that one loop copies, in words of ``word_bytes``.
 
     ``dims`` are (extent, step) pairs, innermost first; their product is ``total`` words.
-    ``image`` is where the part begins in a unit's dense image, ``run`` the words of one layer.
+    ``image`` is where the part begins in a unit's dense image, ``run`` the words of one layer;
+    ``dense`` are the steps of ``dims`` there, or nothing where they are in its order.
     A program takes ``units`` x ``width`` words.
     """
 
@@ -133,6 +134,7 @@ class Part(Baked):
     image: int
     width: int
     units: int
+    dense: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, repr=False, eq=False)

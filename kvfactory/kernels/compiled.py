@@ -11,7 +11,7 @@ from kvfactory.kernels import copies, rows
 from kvfactory.kernels.baked import CopySpec, RowsSpec
 from kvfactory.kernels.launch import Argument, Kernel, pointer
 from kvfactory.kernels.parts import PROGRAM_BYTES
-from kvfactory.kernels.specs import ROW_WARPS, gather_spec, image_spec, move_spec, rows_spec
+from kvfactory.kernels.specs import WARPS, gather_spec, image_spec, move_spec, rows_spec
 from kvfactory.kinds import ceil_div
 from kvfactory.pools import GroupViews
 from kvfactory.quant.codec import DeviceCodec
@@ -39,7 +39,8 @@ class GroupKernels:
         self.names = tuple(tensor.name for tensor in views.group.tensors)
         self.slots = move_spec(views, by_slot=True)
         self.pages = move_spec(views, by_slot=False)
-        self.image = image_spec(views)
+        self.image = image_spec(views, into=False)
+        self.image_into = image_spec(views, into=True)
         self.one_layer = gather_spec(views, every_layer=False)
         self.every_layer = gather_spec(views, every_layer=True)
         # Cached per object: a class-wide cache would keep dead groups alive.
@@ -68,7 +69,7 @@ class GroupKernels:
             yield self.read((name,), dtype)
         for spec, image in ((self.one_layer, False), (self.every_layer, False), (self.image, True)):
             yield self.dense(spec, ALL, torch.int64, False, image)
-        yield self.dense(self.image, ALL, torch.int64, True, True)
+        yield self.dense(self.image_into, ALL, torch.int64, True, True)
         for units in TOGETHER:
             yield self.together(self.pages, ALL, units)
             yield self.together(self.slots, ALL, units)
@@ -98,7 +99,7 @@ class GroupKernels:
             "steps": Argument(("i32",) * (2 * len(dtypes))),
         }
         baked = {"SPEC": self.rows(self.names), "KEEP": mode, "ALIGNED": aligned}
-        return self._kernel(rows.write, arguments, baked, ROW_WARPS)
+        return self._kernel(rows.write, arguments, baked)
 
     def _read(self, names: tuple[str, ...], dtype: torch.dtype) -> Kernel:
         """Read of the tensors ``names`` into fresh rows of ``dtype``."""
@@ -108,7 +109,7 @@ class GroupKernels:
             "layer": _INT,
             "outs": Argument((pointer(dtype),) * len(names), aligned=True),
         }
-        return self._kernel(rows.read, arguments, {"SPEC": self.rows(names)}, ROW_WARPS)
+        return self._kernel(rows.read, arguments, {"SPEC": self.rows(names)})
 
     def _dense(
         self, spec: CopySpec, mode: int, flags: torch.dtype, into: bool, image: bool
@@ -140,13 +141,9 @@ class GroupKernels:
         return self._kernel(copies.zero, arguments, {"SPEC": self.pages, "KEEP": mode})
 
     def _kernel(
-        self,
-        function: object,
-        arguments: Mapping[str, Argument],
-        baked: Mapping[str, object],
-        warps: int = 4,
+        self, function: object, arguments: Mapping[str, Argument], baked: Mapping[str, object]
     ) -> Kernel:
-        return Kernel(function, arguments, baked, warps, self._debug)
+        return Kernel(function, arguments, baked, WARPS, self._debug)
 
 
 def _move_arguments(mode: int) -> dict[str, Argument]:

@@ -26,17 +26,29 @@ def words_in(part, num_bytes):
     return max(1, num_bytes // part.word_bytes)
 
 
+@triton.constexpr_function
+def pool_steps(part):
+    """The steps of the part's dims in the pool."""
+    return part.dims[1::2]
+
+
+@triton.constexpr_function
+def image_steps(part):
+    """The steps of the part's dims in the image."""
+    return part.dense
+
+
 @triton.jit
-def _spread(word, PART: tl.constexpr):
+def _spread(word, STEPS: tl.constexpr, PART: tl.constexpr):
     """Where words ``word`` of a unit lie from the unit's begin: dims innermost first."""
     PAIRS: tl.constexpr = count(PART, "dims") // 2
     offset = tl.zeros_like(word).to(tl.int64)
     for pair in tl.static_range(PAIRS):
         if pair == PAIRS - 1:
-            offset += word.to(tl.int64) * get(PART, "dims", 2 * pair + 1)
+            offset += word.to(tl.int64) * STEPS[pair]
         else:
             index = word % get(PART, "dims", 2 * pair)
-            offset += index.to(tl.int64) * get(PART, "dims", 2 * pair + 1)
+            offset += index.to(tl.int64) * STEPS[pair]
             word = word // get(PART, "dims", 2 * pair)
     return offset
 
@@ -46,7 +58,7 @@ def _pointers(arena, ids, word, SPEC: tl.constexpr, PART: tl.constexpr):
     """Addresses [U, W] in the arena of ``word`` [W] of units ``ids`` [U]."""
     begin = unit_step(ids, PART, get(SPEC, "page_slots"), get(SPEC, "limit"))
     base = arena.to(tl.pointer_type(word_type(PART))) + get(PART, "offset")
-    return base + begin[:, None] + _spread(word, PART)[None, :]
+    return base + begin[:, None] + _spread(word, pool_steps(PART), PART)[None, :]
 
 
 @triton.jit
@@ -204,7 +216,11 @@ def _dense_part(
         image = dense.to(tl.pointer_type(word_type(PART)))
         if IMAGE:
             row = unit.to(tl.int64) * (get(SPEC, "image_bytes") // get(PART, "word_bytes"))
-            image += row[:, None] + (word + get(PART, "image"))[None, :]
+            if count(PART, "dense") == 0:
+                place = word
+            else:
+                place = _spread(word, image_steps(PART), PART)
+            image += row[:, None] + (place + get(PART, "image"))[None, :]
         elif RUN == get(PART, "total"):
             image += unit.to(tl.int64)[:, None] * RUN + word[None, :]
         else:

@@ -24,7 +24,7 @@ from kvfactory.kernels.compiled import ALL, row_programs
 from kvfactory.kernels.launch import Argument, Kernel, pointer
 from kvfactory.kernels.ops import MOST_FORMS, TritonOps, entry_steps, steppable
 from kvfactory.kernels.rows import write_tensor
-from kvfactory.kernels.specs import ROW_WARPS
+from kvfactory.kernels.specs import WARPS
 from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import Ops, Pool, Write
 from kvfactory.quant.numerics import torch_dtype
@@ -137,7 +137,7 @@ class _Together:
             "steps": Argument(("i32",) * (2 * many)),
         }
         baked = {"SPEC": self._rows, "KEEP": ALL, "ALIGNED": aligned}
-        return Kernel(write_groups, arguments, baked, ROW_WARPS)
+        return Kernel(write_groups, arguments, baked, WARPS)
 
 
 def _same_entries(writes: Sequence[Write]) -> bool:

@@ -157,7 +157,7 @@ class TritonOps:
 
     def unpack(self, pages: Tensor, data: Tensor) -> None:
         """The inverse of ``pack``."""
-        self._dense(self._kernels.image, pages, data, None, 0, into=True)
+        self._dense(self._kernels.image_into, pages, data, None, 0, into=True)
 
     def zero(self, pages: Tensor, keep: Keep | None) -> None:
         """Every byte of all planes of all layers of ``pages`` becomes 0."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvfactory.kernels.baked import AxisSteps, Part
 from kvfactory.kinds import align_up, ceil_div
 from kvfactory.layouts.placement import Strided
 from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 
-PROGRAM_BYTES = 8192
+PROGRAM_BYTES = 4096
 """What one program of a copy moves."""
+
+SECTOR_BYTES = 32
+"""What memory reads and writes at least."""
 
 Dims = tuple[tuple[int, int], ...]
 """(extent, step) pairs, outermost first."""
@@ -157,6 +160,23 @@ def plane_parts(
     """``plane_part`` of every plane; ``images`` says where each begins in a unit's image."""
     return tuple(
         plane_part(plane, group, by_slot, every_layer, images[plane.key]) for plane in group.planes
+    )
+
+
+def in_pool_order(part: Part) -> Part:
+    """``part`` for copies into the pool: words that run on in the pool stand side by side.
+
+    Only for runs below a sector, which would each be written in pieces.
+    """
+    if part.dims[0] * part.word_bytes >= SECTOR_BYTES:
+        return part
+    extents, steps = part.dims[::2], part.dims[1::2]
+    dense = [math.prod(extents[:i]) for i in range(len(extents))]
+    axes = sorted(zip(steps, extents, dense, strict=True))
+    return replace(
+        part,
+        dims=tuple(value for step, extent, _ in axes for value in (extent, step)),
+        dense=tuple(dense for _, _, dense in axes),
     )
 
 

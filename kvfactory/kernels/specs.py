@@ -11,6 +11,7 @@ from kvfactory.kernels.parts import (
     axis_steps,
     byte_image,
     byte_parts,
+    in_pool_order,
     linear_step,
     placed,
     plane_parts,
@@ -19,8 +20,11 @@ from kvfactory.planning.cacheplan import ConstantPlan, GroupPlan, PlanePlan, Ten
 from kvfactory.pools import GroupViews
 from kvfactory.quant.codec import DeviceCodec
 
-TILE_ELEMENTS, ROW_WARPS = 2048, 2
-"""Elements that one program encodes or decodes, and its warps: 32 elements a thread."""
+TILE_ELEMENTS = 2048
+"""Elements that one program encodes or decodes."""
+
+WARPS = 2
+"""Warps of a program, which has 32 elements or 64 bytes a thread."""
 
 
 def rows_spec(views: GroupViews, codecs: Sequence[DeviceCodec], names: Sequence[str]) -> RowsSpec:
@@ -49,16 +53,19 @@ def move_spec(views: GroupViews, by_slot: bool) -> CopySpec:
     )
 
 
-def image_spec(views: GroupViews) -> CopySpec:
-    """What pack and unpack bake in: pages, planes in logical order, the slowest parts first.
+def image_spec(views: GroupViews, into: bool) -> CopySpec:
+    """What pack, or with ``into`` unpack, bakes in: pages, images of planes in logical order.
 
-    Parts of short words (scales in another order than the pool's) would end a launch with little
-    in flight.
+    Parts of short words (scales in another order than the pool's) come first: they would end a
+    launch with little in flight.
     """
     group = views.group
     parts = plane_parts(group, views.image_offsets, by_slot=False, every_layer=True)
     return CopySpec(
-        parts=tuple(sorted(parts, key=lambda part: part.word_bytes)),
+        parts=tuple(
+            in_pool_order(part) if into else part
+            for part in sorted(parts, key=lambda part: part.word_bytes)
+        ),
         page_slots=1,
         limit=views.num_pages,
         image_bytes=views.image_bytes,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvfactory.errors import KVFactoryError
 from kvfactory.kernels.baked import AxisSteps, Part
-from kvfactory.kernels.parts import byte_parts, plane_parts
+from kvfactory.kernels.parts import SECTOR_BYTES, byte_parts, in_pool_order, plane_parts
 from kvfactory.layouts import LAYOUTS
 from kvfactory.planning.cacheplan import GroupPlan
 
@@ -41,6 +41,13 @@ def bytes_of(part: Part, unit: int, page_slots: int) -> NDArray[np.int64]:
         words = (words[:, None] + np.arange(extent) * stride).ravel()
     assert len(words) == part.total
     return (words[:, None] * part.word_bytes + np.arange(part.word_bytes)).ravel()
+
+
+def walked(part: Part) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The part's words in the order of its dims: where they are in a unit, and [dims, words]."""
+    extents = part.dims[::2]
+    spots = np.indices(extents[::-1]).reshape(len(extents), -1)[::-1]
+    return np.array(part.dims[1::2]) @ spots, spots
 
 
 def step(index: int, steps: AxisSteps) -> int:
@@ -86,6 +93,24 @@ def test_parts_cover_a_unit_once(layout: str, by_slot: bool) -> None:
         exact = np.concatenate([bytes_of(part, units[0], slots) for part in logical]).tolist()
         assert len(exact) == len(own)
         assert set(exact) == own
+
+
+@pytest.mark.parametrize("layout", ["hnd", "vectorized", "record", "fa4_scales"])
+def test_parts_in_pool_order_pair_the_same_words(layout: str) -> None:
+    moved = 0
+    for group in groups(layout):
+        starts = dict.fromkeys((plane.key for plane in group.planes), 0)
+        for part in plane_parts(group, starts, by_slot=False, every_layer=True):
+            turned = in_pool_order(part)
+            pool, spots = walked(turned)
+            image = np.array(turned.dense) @ spots if turned.dense else np.arange(part.total)
+            assert np.array_equal(pool[np.argsort(image)], walked(part)[0])
+            if turned.dense:
+                steps = turned.dims[1::2]
+                assert steps == tuple(sorted(steps))
+                assert part.dims[0] * part.word_bytes < SECTOR_BYTES
+                moved += 1
+    assert moved, f"{layout}: no part turned"
 
 
 def test_pages_of_all_layers_are_one_run_where_the_layout_makes_them_one() -> None:
