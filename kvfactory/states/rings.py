@@ -156,6 +156,10 @@ class Mirror:
         self.exact = np.ones(num_slots, np.bool_)
         self._tokens, self._drafts, self._cursor = tokens, drafts, has_cursor
 
+    def at(self, place: int) -> int:
+        """Records of the state at ``place``; none in a checkpoint, and the sink has no state."""
+        return int(self.pending[place]) if 0 < place < len(self.pending) else 0
+
     def learn(self, slots: Slots, pending: NDArray[np.integer] | int = 0) -> None:
         """``slots`` have ``pending`` records now."""
         self.pending[slots], self.exact[slots] = pending, True
@@ -165,12 +169,17 @@ class Mirror:
         pending, exact = self.pending[source], self.exact[source]
         self.pending[target], self.exact[target] = pending, exact
 
-    def begin(self, slots: Slots, counts: NDArray[np.integer]) -> None:
-        """A step of ``counts`` new tokens starts: prompts empty a ring, a decode adds to one."""
+    def begin(self, slots: Slots, counts: NDArray[np.integer], settled: NDArray[np.bool_]) -> None:
+        """A step of ``counts`` new tokens starts: prompts empty a ring, a decode adds to one.
+
+        Where it is not ``settled``, what an earlier step drafted comes into the ring before it is
+        emptied, but is known later: then only a bound is known.
+        """
         before = self.pending[slots]
         if self._drafts:
-            emptied = counts > self._drafts
-            after = before
+            prompts = counts > self._drafts
+            after, emptied = before, prompts & settled
+            self.exact[slots] &= ~prompts
         else:
             emptied = counts > 1
             after = np.where(counts > 0, before % self._tokens + counts, before)

@@ -98,7 +98,7 @@ class StateStore:
             for name, mirror in self._mirrors.items():
                 if self._plan.by_name[name].table == table:
                     mirror.learn(fresh)
-                    mirror.begin(state.slots, counts)
+                    mirror.begin(state.slots, counts, record.settled)
 
     def copy_due(self) -> None:
         """Make the copies that are due now, for readers of held states before the next step."""
@@ -221,6 +221,10 @@ class StateStore:
 
     # ---- rings -------------------------------------------------------------------------------
 
+    def ring(self, group: GroupPlan) -> Ring | None:
+        """The replay ring of ``group``, where it has one."""
+        return self._rings.get(group.name)
+
     def flush(self, sequences: Sequence[SequenceId]) -> None:
         """Fold what replay rings of ``sequences`` hold into their states.
 
@@ -229,9 +233,10 @@ class StateStore:
         Raises:
             BooksError: a stale handle, or a step in flight.
         """
+        self.copy_due()
         for sequence in sequences:
             for table, slot in self._books.view(sequence).slots.items():
-                self._flush(table, np.array([slot]))
+                self._flush(table, np.array([slot] if slot else [], np.int64))
 
     def _flush(self, table: str, slots: NDArray[np.int64]) -> None:
         for name, ring in self._rings.items():
@@ -247,10 +252,10 @@ class StateStore:
         Raises:
             BooksError: the ring is not known to be empty; or a stale handle.
         """
-        for table, slot in self._books.state_slots(sequence).items():
+        for table, place in self._books.state_places(sequence).items():
             for name, mirror in self._mirrors.items():
-                if self._plan.by_name[name].table == table and mirror.pending[slot]:
-                    got = f"up to {mirror.pending[slot]} tokens in its replay ring"
+                if self._plan.by_name[name].table == table and mirror.at(place):
+                    got = f"up to {mirror.at(place)} tokens in its replay ring"
                     fix = "cache.states.flush([sequence])"
                     raise BooksError(Problem(f"states.{name}", got, "a flushed state", fix))
 

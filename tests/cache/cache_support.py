@@ -126,7 +126,7 @@ class Feed:
             groups = self.cache.groups(layer)
             for group in groups:
                 if isinstance(group.work, Recurrence):
-                    outs.append(self._advance(layer, group, step, ids))
+                    outs.append(self.advance(layer, group, step, ids))
             for group in groups:
                 if isinstance(group.work, Select) and layer in group.layers:
                     selections[layer] = self._select(layer, group, step, ids)
@@ -135,14 +135,19 @@ class Feed:
                     outs.append(self._attend(layer, group, step, ids, selections))
         return torch.cat([out.flatten(1).float() for out in outs], 1)
 
-    def _advance(self, layer: int, group: GroupPlan, step: Step, ids: Tensor) -> Tensor:
+    def linear(self, group: GroupPlan, layer: int) -> tuple[LinearLayer, LinearInputs]:
+        """A recurrent layer and its inputs for every token of the vocabulary."""
         key = group.name, layer
         if key not in self._linear:
             spec = self.cache.plan.spec.model.groups[group.group]
             assert isinstance(spec, LinearGroup)
-            driven = LinearLayer(group, spec, layer, "float32")
+            driven = LinearLayer(group, spec, layer, "float32", device=self.device)
             self._linear[key] = driven, driven.draw(VOCABULARY)
-        driven, table = self._linear[key]
+        return self._linear[key]
+
+    def advance(self, layer: int, group: GroupPlan, step: Step, ids: Tensor) -> Tensor:
+        """A recurrent layer over its states, for the new tokens ``ids``."""
+        driven, table = self.linear(group, layer)
         drawn = {name: x[ids] for name, x in table.drawn.items()}
         inputs = LinearInputs(tuple(x[ids] for x in table.conv), drawn)
         return driven.advance(self.cache.state(layer, step, group=group.group), inputs, step)
@@ -194,7 +199,7 @@ def tree_mask(step: Step, group: GroupPlan) -> Tensor:
                 seen[node] |= seen[parent]
             seen[node, before + node] = True
         parts.append(seen.flatten())
-    return torch.cat(parts).to(step.positions.device)
+    return torch.cat(parts)
 
 
 class Driver:
