@@ -12,7 +12,7 @@ from kvfactory.books.accept import Accepted, PendingCounts, judge
 from kvfactory.books.allocator import Capacity
 from kvfactory.books.batch import depths_of
 from kvfactory.books.flight import Flights
-from kvfactory.books.ids import Int64, Tokens, int64
+from kvfactory.books.ids import Int64, Tokens, count_of, int64, whole
 from kvfactory.books.ledger import Ledger
 from kvfactory.books.requests import NewTokens, Sequence
 from kvfactory.books.segments import Segment, Segments
@@ -53,6 +53,7 @@ class Books:
             OutOfPages: rows, state slots or encoder pages are short; nothing is taken.
             BooksError: a prefix that is released or has gaps; encoder tokens that do not fit.
         """
+        count = count_of(count, "count")
         self.settle()
         chain = self._segments.chain(prefix)
         cross = checks.encoder_tokens(self._ledger, count, chain, cross_tokens)
@@ -66,6 +67,7 @@ class Books:
             BooksError: a stale handle; counts on their way; encoder tokens not yet written; or
                 an open step of it while there are state tables.
         """
+        count = count_of(count, "count")
         row, ledger = self._row(sequence), self._ledger
         tokens = int(ledger.requests.committed[row])
         checks.fork(ledger, row, self._flights.awaits(row))
@@ -115,9 +117,8 @@ class Books:
         self.settle()
         self._flights.check_room()
         ledger, requests = self._ledger, self._ledger.requests
-        batch = requests.batch(sequences, new_tokens)
-        checks.step_tokens(int(batch.q_indptr[-1]), self.shape.step_tokens)
-        tree = None if parents is None else int64(parents)
+        batch = requests.batch(sequences, new_tokens, self.shape.step_tokens)
+        tree = None if parents is None else int64(parents, "parents")
         depths = None if tree is None else depths_of(batch, tree)
         prefix = requests.reserved[batch.rows]
         lengths = prefix + batch.counts
@@ -183,6 +184,7 @@ class Books:
             BooksError: a stale handle; tokens that are not committed, or have left a window or
                 chunk that a query at ``tokens`` sees; a state that is not exactly there.
         """
+        tokens, start = whole(tokens, "tokens"), whole(start, "tokens")
         row = self._row(sequence)
         return self._segments.add(prefixes.hold(self._ledger, row, start, tokens, checkpoint))
 
