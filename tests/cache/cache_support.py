@@ -199,7 +199,7 @@ def tree_mask(step: Step, group: GroupPlan) -> Tensor:
                 seen[node] |= seen[parent]
             seen[node, before + node] = True
         parts.append(seen.flatten())
-    return torch.cat(parts)
+    return torch.cat(parts).to(step.positions.device)
 
 
 class Driver:
