@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fused_writes import check_apart, check_fused
 from index_steps import check_index, check_updates
 from kernel_cells import (
@@ -10,6 +11,7 @@ from kernel_cells import (
     Cell,
     check_bytes,
     check_foreign_ids,
+    check_many_rows,
     check_moves,
     check_read,
     check_strided_rows,
@@ -35,6 +37,13 @@ def test_rows(quant: str, layout: str) -> None:
     made = bench(Cell("dim128", quant, layout))
     check_write(made)
     check_read(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("quant", TOKEN_FORMATS)
+def test_many_rows(quant: str, dtype: torch.dtype) -> None:
+    laid = Cell("dim128", quant, "nhd").plan(tokens=64)
+    check_many_rows(Bench(laid, laid.groups[-1], "cpu"), 64, dtype)
 
 
 @pytest.mark.parametrize("quant", ["plain", "int8_token_head", "mxfp4", "nvfp4"])

@@ -5,6 +5,7 @@ Runs compiled on a GPU, or on the CPU in a process with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,6 +212,20 @@ def check_write_variants(bench: Bench) -> None:
     counts = torch.tensor([1, 0, 2], dtype=torch.int32)
     slots = torch.tensor([bench.slots[7], -7, -7, -7, bench.slots[8], bench.slots[9]])
     bench.both("write", 0, slots, bench.rows(6), Keep(counts=counts, width=2))
+
+
+def check_many_rows(bench: Bench, n: int, dtype: torch.dtype) -> None:
+    """``n`` rows of every magnitude that ``dtype`` has, subnormal and infinite ones too."""
+    start = bench.group.page_slots
+    slots = torch.randperm(bench.want_views.num_slots - start)[:n] + start
+    largest = torch.finfo(dtype).max
+    low = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    rows = {}
+    for tensor in bench.group.tensors:
+        x = torch.randn(n, *(extent for _, extent in tensor.logical.axes), dtype=torch.float64)
+        sizes = torch.rand(*x.shape[:-1], 1, dtype=torch.float64) * math.log2(largest / low)
+        rows[tensor.name] = (x * low * torch.exp2(sizes)).to(dtype)
+    bench.both("write", 0, slots, rows, None)
 
 
 def check_strided_rows(bench: Bench) -> None:

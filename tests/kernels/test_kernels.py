@@ -19,6 +19,7 @@ from kernel_cells import (
     Cell,
     check_bytes,
     check_foreign_ids,
+    check_many_rows,
     check_moves,
     check_read,
     check_strided_rows,
@@ -95,6 +96,15 @@ def test_options(quant: str) -> None:
     made = gpu_bench(Cell("dim128", quant, "paged_kv", options=options))
     check_write(made)
     check_read(made, (torch.bfloat16, torch.float16, torch.float32))
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("quant", sorted({*SCHEMES.names()} - {"state_int8"}))
+def test_many_rows(quant: str, dtype: torch.dtype) -> None:
+    laid = Cell("dim128", quant, "nhd").plan(tokens=4096)
+    check_many_rows(Bench(laid, laid.groups[-1], "cuda"), 4000, dtype)
 
 
 @pytest.mark.gpu

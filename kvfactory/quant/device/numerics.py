@@ -50,8 +50,10 @@ def clamp(x, low: tl.constexpr, high: tl.constexpr):
 @triton.jit
 def widen(x):
     """``x`` in float32; bfloat16 pairs take two instructions, an element's own conversion three."""
-    if INTERPRETED or x.dtype != tl.bfloat16:
+    if x.dtype != tl.bfloat16:
         return x.to(tl.float32)
+    elif INTERPRETED:  # which loses subnormal numbers
+        return floats(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -104,8 +106,8 @@ def no_less(x, low: tl.constexpr):
 @triton.jit
 def convert(x, dtype: tl.constexpr):
     """``x`` in the float type ``dtype`` of 16 or 32 bits, ties to even; as it is if it has it."""
-    if x.dtype == tl.float64:
-        x = x.to(tl.float32)
+    if x.dtype != dtype:
+        x = widen(x)
     if INTERPRETED and x.dtype == tl.float32 and dtype == tl.bfloat16:
         odd = (bits(x) >> 16) & 1
         rounded = tl.where(x == x, (bits(x) + 0x7FFF + odd) >> 16, 0x7FC0)
