@@ -195,9 +195,16 @@ def test_transfers(model: str, layout: str, engine: dict[str, Any], device: str)
     for group, pool in source.cache._parts.stored():
         theirs = target.cache._parts.pools[group.name]
         assert not pool.manifest().mismatches(theirs.manifest())
+    for name, pool in target.cache._parts.pools.items():
+        if name.endswith(".ring"):
+            pool.bound.planes["cursor"].fill_(1)
     sent = source.cache.regions(source.a)
     folded = source.planes(source.a, rings=False)
-    (received,) = (target.cache.receive(23),)
+    received = target.cache.receive(23)
+    for name, pool in target.cache._parts.pools.items():
+        if name.endswith(".ring"):
+            slot = target.cache.books.state_slots(received)["state"]
+            assert not pool.bound.planes["cursor"][:, slot].any()
     places = target.cache.regions(received)
     assert sent.keys() == places.keys()
     ours, theirs = source.cache._parts.arena, target.cache._parts.arena
