@@ -91,6 +91,7 @@ class StepBuffers:
         turns = [*range(self._depth), *[self._depth] * self._depth]
         self._stages = [Stage(plan, self._fronts[n]) for n in turns if not arena.is_meta]
         self._graph_turn = 0
+        self._graph_source: tuple[StepRecord, GraphShape] | None = None
         self._held: dict[int, Filled] = {}
         self._shortened: dict[int, Shortened] = {}
         self._arrays: dict[tuple[int, ...], Arrays] = {}
@@ -113,11 +114,14 @@ class StepBuffers:
         self.indexer.build(number, self._held[number].size)
         return self._step(record, number, number, None)
 
-    def fill_graph(self, record: StepRecord, shape: GraphShape, graph: int) -> Step:
-        """The device arrays of graph number ``graph`` for ``record``, padded to ``shape``.
+    def fill_graph(
+        self, record: StepRecord, shape: GraphShape, graph: int, source: StepRecord
+    ) -> Step:
+        """The device arrays of graph number ``graph``: ``record`` is ``source`` in ``shape``.
 
         Lengths are those that the step's own arrays have by now.
         """
+        self._graph_source = source, shape
         turn = self._depth + self._graph_turn
         self._graph_turn = (self._graph_turn + 1) % self._depth
         self._send(record, self._depth, turn, NO_UPDATES)
@@ -128,6 +132,11 @@ class StepBuffers:
             self._sets[self._depth]["", "prefix"][:batch].copy_(exact)
         self.indexer.build(self._depth, self._held[self._depth].size)
         return self._step(record, self._depth, self._depth + graph, shape)
+
+    def filled_by(self, source: StepRecord, shape: GraphShape) -> bool:
+        """Whether the graphs' arrays are those of ``source`` in ``shape``."""
+        held = self._graph_source
+        return held is not None and held[0] is source and held[1] == shape
 
     def hold(self, step: Step) -> bool:
         """Whether the arrays of ``step`` are ours and still its own; of graphs it is not known."""

@@ -133,13 +133,19 @@ class Graph:
         """Run for the step that was filled in last: what the captured function returned.
 
         The result of a CUDA graph is the same memory every time.
+
+        Raises:
+            BooksError: another step or shape was filled in since, by another graph.
         """
+        if not self._place.buffers.filled_by(self._source, self.shape):
+            got, need = "arrays of another graph's step", "fill before every replay"
+            raise BooksError(Problem("replay()", got, need, "cache.fill(graph, step)"))
         return self._recorder.replay()
 
     def _fill(self, record: StepRecord) -> Step:
-        place = self._place
-        record = padded(record, self.shape, place.page_tokens)
-        step = place.buffers.fill_graph(record, self.shape, place.number)
+        place, self._source = self._place, record
+        padding = padded(record, self.shape, place.page_tokens)
+        step = place.buffers.fill_graph(padding, self.shape, place.number, record)
         for runner in self._runners:
             runner.prepare(step)
         return step

@@ -244,3 +244,20 @@ def test_foreign_lengths_are_integers(cache: Cache) -> None:
     for wrong in wrongs:
         with pytest.raises(BooksError, match=r"step\(before=\): got "):
             cache.step({}, wrong, [1])
+
+
+def test_a_graph_replays_only_what_it_was_filled_with(cache: Cache) -> None:
+    """All graphs of a cache share a set of arrays: the last one filled has them."""
+    sequences = cache.open(2)
+    steps = [cache.extend(sequences[:1], 1), cache.extend(sequences[1:], 1)]
+    graphs = [cache.graph(batch=1) for _ in steps]
+    for graph in graphs:
+        graph.capture(lambda step: step.rows.tolist())
+    for graph, step in zip(graphs, steps, strict=True):
+        cache.fill(graph, step)
+    assert graphs[1].replay() == steps[1].host.rows.tolist()
+    _refused(cache, graphs[0].replay, BooksError, "replay(): got arrays of another graph's step")
+    cache.fill(graphs[0], steps[0])
+    assert graphs[0].replay() == steps[0].host.rows.tolist()
+    cache.fill(graphs[1], steps[0])  # a step in graphs of its pieces, all of one shape
+    assert graphs[0].replay() == graphs[1].replay()
