@@ -12,8 +12,8 @@ Between the projections of a model (which are drawn here) lie convolutions and t
     want, _ = layer.run(layer.fresh(), history)          # one request, all its inputs in one go
 
 ``LinearInputs.part`` cuts and ``LinearInputs.join`` concatenates inputs along tokens. Up to
-``SCANNED`` tokens are scanned one by one, which gives the same bits however they are split; so are
-states of few keys a head (Mamba-1), where blocks of tokens cost more.
+``SCANNED`` tokens are scanned one by one, which differs in nothing but the rounding of whole
+tensors however they are split; so are states of few keys a head (Mamba-1), where blocks cost more.
 """
 
 from __future__ import annotations

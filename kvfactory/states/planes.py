@@ -34,4 +34,6 @@ def device_ids(pool: Pool, ids: object) -> Tensor:
     found, device = torch.as_tensor(ids, dtype=torch.int64), pool.bound.arena.device
     if found.device == device:
         return found
+    if not found.numel():
+        return found.new_empty(found.shape, device=device)
     return found.pin_memory().to(device, non_blocking=True)

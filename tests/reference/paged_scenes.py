@@ -180,6 +180,7 @@ def make_step(
         slots=torch.zeros(0, dtype=torch.int64),
         kv_lengths=torch.tensor(kv, dtype=torch.int32),
         first_page=torch.tensor(first_pages, dtype=torch.int32),
+        lists=cast(Any, None),
     )
     return Step(
         host=cast(Any, None),
