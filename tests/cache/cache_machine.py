@@ -89,7 +89,8 @@ class CacheMachine(RuleBasedStateMachine):
             workload={"requests": 4, "tokens": ROW_TOKENS, "mean_tokens": 18},
         )
         self.oracle = Oracle(self.cache)
-        self.nodes = self.engine.get("draft_tokens", 0) + 1 if self.engine else 0
+        drafts = self.engine.get("draft_tokens", 0)
+        self.nodes = drafts + 1 if drafts else 0
         self.live: list[Live] = []
         self.steps: list[Open] = []
         self.segments: list[tuple[Segment, Life]] = []

@@ -21,6 +21,17 @@ class VerifyRingMachine(LeavingMachine):
     layout: ClassVar = {"tokens": "page_major", "state": "slot_major"}
 
 
+class DecodeRingMachine(LeavingMachine):
+    """Nothing is drafted; decodes stay in a ring until it is full."""
+
+    engine: ClassVar = {
+        "state_replay": "decode_ring",
+        "replay_tokens": 4,
+        "state_tracking": "two",
+    }
+    layout: ClassVar = {"tokens": "token_major", "state": "slot_major"}
+
+
 class FoldMachine(LeavingMachine):
     """Drafts are folded at every commit; one tracked slot."""
 
@@ -46,10 +57,11 @@ LIMITS = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-for machine in (LeavingMachine, VerifyRingMachine, FoldMachine, TreeMachine):
+for machine in (LeavingMachine, DecodeRingMachine, VerifyRingMachine, FoldMachine, TreeMachine):
     machine.TestCase.settings = LIMITS
 
 TestSnapshots = LeavingMachine.TestCase
+TestDecodeRings = DecodeRingMachine.TestCase
 TestVerifyRings = VerifyRingMachine.TestCase
 TestFolds = FoldMachine.TestCase
 TestTrees = TreeMachine.TestCase
