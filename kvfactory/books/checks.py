@@ -205,3 +205,18 @@ def _unwritten(ledger: Ledger, row: int) -> Iterator[Problem]:
         if not encoder.is_written(row):
             need = "a committed step that wrote them"
             yield Problem(encoder.table.path, "encoder tokens not yet written", need)
+
+
+def checkpoints(ledger: Ledger) -> None:
+    """Refuse to save states where the plan has no room for saved ones.
+
+    Raises:
+        BooksError: a state table without checkpoints.
+    """
+    problems = [
+        Problem(f"checkpoints.{name}", "none planned", "some planned", "memory.checkpoints=16")
+        for name, state in ledger.states.items()
+        if not state.shape.checkpoints
+    ]
+    if problems:
+        raise BooksError(*problems)

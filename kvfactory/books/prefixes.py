@@ -16,6 +16,8 @@ def hold(ledger: Ledger, row: int, start: int, stop: int, checkpoint: bool) -> S
     """Tokens [start, stop) of a row, and a copy of its state in a slot or a checkpoint."""
     checks.hold(ledger, row, start, stop)
     states = ledger.states
+    if checkpoint:
+        checks.checkpoints(ledger)
     require(*((s.checkpoints if checkpoint else s.slots, 1) for s in states.values()))
     shared = ledger.share(row, start, stop)
     slots = {name: state.duplicate(row, checkpoint) for name, state in states.items()}

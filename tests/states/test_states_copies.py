@@ -83,6 +83,14 @@ def test_checkpoints_are_eight_bit_states_beside_plain_windows(rule: str) -> Non
     assert loop.cache.books.capacity()["checkpoints.state"].held == 0
 
 
+def test_a_plan_without_checkpoints_says_how_to_get_some() -> None:
+    loop = Loop("none")
+    (sequence,) = loop.open()
+    loop.step([sequence], [4])
+    with pytest.raises(BooksError, match=r"checkpoints.state: got none .* memory.checkpoints=16"):
+        loop.cache.states.checkpoint(sequence, 4)
+
+
 def test_saving_restoring_and_copying_at_once_read_before_they_write() -> None:
     """A slot that one copy leaves, another enters: of states and of checkpoints."""
     loop = Loop("none", memory={"checkpoints": 1}, engine={"max_requests": 4})
