@@ -13,7 +13,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
-from kvfactory.quant.codec import Codec, Constant, DeviceCodec, Logical, Options, Plane
+from kvfactory.quant.codec import (
+    TOKEN_ROLES,
+    Codec,
+    Constant,
+    DeviceCodec,
+    Logical,
+    Options,
+    Plane,
+    Scheme,
+)
 from kvfactory.quant.numerics import load, torch_dtype
 
 if TYPE_CHECKING:
@@ -130,3 +139,16 @@ def maker(codec: Codec) -> Callable[[Options], Codec]:
         return centered(codec, options)
 
     return make
+
+
+def token_scheme(codec: Codec, summary: str, source: str, relative_rms_error: float) -> Scheme:
+    """The scheme of ``codec`` for all tensors of tokens; its only option is ``center``."""
+    return Scheme(
+        name=codec.name,
+        summary=summary,
+        source=source,
+        make=maker(codec),
+        options=CenterOptions,
+        roles=TOKEN_ROLES,
+        relative_rms_error=relative_rms_error,
+    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -48,10 +49,7 @@ class Logical:
     @property
     def elements(self) -> int:
         """Number of elements in one slot."""
-        count = 1
-        for _, extent in self.axes:
-            count *= extent
-        return count
+        return prod(extent for _, extent in self.axes)
 
 
 @dataclass(frozen=True)
@@ -70,14 +68,6 @@ class Plane:
     def itemsize(self) -> int:
         """Bytes of one element."""
         return itemsize(self.dtype)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that one slot occupies in this plane, without padding."""
-        count = self.itemsize
-        for _, extent in self.axes:
-            count *= extent
-        return count
 
 
 @dataclass(frozen=True)
@@ -98,10 +88,7 @@ class Constant:
     @property
     def elements(self) -> int:
         """Float32 values per layer."""
-        count = 1
-        for _, extent in self.axes:
-            count *= extent
-        return count
+        return prod(extent for _, extent in self.axes)
 
 
 @dataclass(frozen=True, repr=False)

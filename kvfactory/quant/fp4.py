@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
 from kvfactory.quant import e2m1, e8m0
-from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Constant, DeviceCodec, Logical, Plane, Scheme
+from kvfactory.quant.center import token_scheme
+from kvfactory.quant.codec import Constant, DeviceCodec, Logical, Plane
 from kvfactory.quant.nibbles import pack, packed_plane, unpack
 from kvfactory.quant.numerics import (
     E4M3,
     E4M3_MAX,
     amax,
+    block_plane,
     block_problems,
     blocks,
     divide,
     load,
-    resized,
     to_fp8,
     torch_dtype,
 )
@@ -47,7 +47,7 @@ class Fp4Block16:
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: two codes a byte; ``scale``: E8M0 per block."""
-        return (packed_plane(tensor), _scale_plane(tensor, e8m0.E8M0))
+        return (packed_plane(tensor), block_plane(tensor, "scale", e8m0.E8M0, BLOCK))
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """None."""
@@ -94,7 +94,7 @@ class NvFp4:
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: two codes a byte; ``scale``: E4M3 per block."""
-        return (packed_plane(tensor), _scale_plane(tensor, E4M3))
+        return (packed_plane(tensor), block_plane(tensor, "scale", E4M3, BLOCK))
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """``global_scale``, one a layer."""
@@ -188,27 +188,17 @@ def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:
     return block_problems(tensor, path, BLOCK, f"{name} scales blocks of {BLOCK}", "fp8_e4m3")
 
 
-def _scale_plane(tensor: Logical, dtype: str) -> Plane:
-    return Plane("scale", dtype, resized(tensor.axes, "dim", tensor.extent("dim") // BLOCK))
-
-
 PLUGINS = (
-    Scheme(
-        name="fp4_block16",
+    token_scheme(
+        Fp4Block16("fp4_block16"),
         summary="E2M1 with a power-of-two scale per 16 elements, ties away from zero",
         source="SGLang's FP4 KV cache (KVFP4QuantizeUtil)",
-        make=maker(Fp4Block16("fp4_block16")),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=0.113,
     ),
-    Scheme(
-        name="nvfp4",
+    token_scheme(
+        NvFp4("nvfp4"),
         summary="E2M1 with an E4M3 scale per 16 elements and a calibrated global scale",
         source="Pretraining Large Language Models with NVFP4, arXiv 2509.25149",
-        make=maker(NvFp4("nvfp4")),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=0.095,
     ),
 )

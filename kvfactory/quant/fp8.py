@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfactory.errors import Problem
-from kvfactory.quant.center import CenterOptions, centered, maker
+from kvfactory.quant.center import CenterOptions, centered, token_scheme
 from kvfactory.quant.codec import (
     TOKEN_ROLES,
     Codec,
@@ -30,12 +30,12 @@ from kvfactory.quant.numerics import (
     E5M2,
     FP8_MAX,
     amax,
+    block_plane,
     block_problems,
     blocks,
     divide,
     load,
     nonzero,
-    resized,
     to_fp8,
     torch_dtype,
     widen,
@@ -155,8 +155,7 @@ class TileFp8:
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: a byte per element; ``scale``: float32 per tile."""
-        tiles = tensor.extent("dim") // TILE
-        scale = Plane("scale", "float32", resized(tensor.axes, "dim", tiles))
+        scale = block_plane(tensor, "scale", "float32", TILE)
         return (Plane("data", E4M3, tensor.axes), scale)
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
@@ -286,22 +285,16 @@ def _static(name: str, dtype: str, summary: str, relative_rms_error: float) -> S
 PLUGINS = (
     _static("fp8_e4m3", E4M3, "E4M3 with a static scale per tensor or head", 0.0265),
     _static("fp8_e5m2", E5M2, "E5M2 with a static scale per tensor or head", 0.0528),
-    Scheme(
-        name="fp8_e4m3_token_head",
+    token_scheme(
+        RowFp8("fp8_e4m3_token_head"),
         summary="E4M3 with a float32 scale per token and head",
         source="FP8 Formats for Deep Learning, arXiv 2209.05433; per-token-head scales of vLLM",
-        make=maker(RowFp8("fp8_e4m3_token_head")),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=0.0257,
     ),
-    Scheme(
-        name="fp8_tile128",
+    token_scheme(
+        TileFp8("fp8_tile128"),
         summary="E4M3 with a float32 scale per 128 elements: DeepSeek's latents and index keys",
         source="DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2; FlashMLA",
-        make=maker(TileFp8("fp8_tile128")),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=0.0257,
     ),
 )

@@ -9,17 +9,17 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
-from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Constant, DeviceCodec, Logical, Plane, Scheme
+from kvfactory.quant.center import token_scheme
+from kvfactory.quant.codec import Constant, DeviceCodec, Logical, Plane, Scheme
 from kvfactory.quant.nibbles import pack, packed_plane, unpack
 from kvfactory.quant.numerics import (
+    block_plane,
     block_problems,
     blocks,
     canonical,
     divide,
     load,
     nonzero,
-    resized,
     torch_dtype,
 )
 
@@ -47,8 +47,8 @@ class GroupInt4:
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: two codes a byte; ``scale`` and ``zero``: float16 per group."""
-        axes = resized(tensor.axes, "dim", tensor.extent("dim") // self.group)
-        return (packed_plane(tensor), *(Plane(part, "float16", axes) for part in ("scale", "zero")))
+        scale, zero = (block_plane(tensor, x, "float16", self.group) for x in ("scale", "zero"))
+        return (packed_plane(tensor), scale, zero)
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """None."""
@@ -128,13 +128,10 @@ def _triton() -> tuple[Any, Any]:
 
 def _scheme(group: int, relative_rms_error: float) -> Scheme:
     name = f"int4_g{group}"
-    return Scheme(
-        name=name,
+    return token_scheme(
+        GroupInt4(name, group),
         summary=f"asymmetric int4 with a float16 scale and zero per {group} elements",
         source="KIVI's asymmetric round-to-nearest, arXiv 2402.02750, grouped along the head dim",
-        make=maker(GroupInt4(name, group)),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=relative_rms_error,
     )
 

@@ -9,9 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
-from kvfactory.quant.center import CenterOptions, maker
+from kvfactory.quant.center import token_scheme
 from kvfactory.quant.codec import (
-    TOKEN_ROLES,
     Constant,
     DeviceCodec,
     Logical,
@@ -203,13 +202,10 @@ def _make_state(options: Options) -> StateInt8:
 
 
 PLUGINS = (
-    Scheme(
-        name="int8_token_head",
+    token_scheme(
+        RowInt8("int8_token_head"),
         summary="int8 with a float32 scale per token and head",
         source="LLM.int8() row-wise absmax, arXiv 2208.07339; per-token-head scales of vLLM",
-        make=maker(RowInt8("int8_token_head")),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=0.0065,
     ),
     Scheme(

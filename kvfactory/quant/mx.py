@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvfactory.errors import Problem
 from kvfactory.quant import e2m1, e8m0
-from kvfactory.quant.center import CenterOptions, maker
-from kvfactory.quant.codec import TOKEN_ROLES, Constant, DeviceCodec, Logical, Plane, Scheme
+from kvfactory.quant.center import token_scheme
+from kvfactory.quant.codec import Constant, DeviceCodec, Logical, Plane
 from kvfactory.quant.nibbles import pack, packed_plane, unpack
 from kvfactory.quant.numerics import (
     E4M3,
     E4M3_MAX,
     amax,
+    block_plane,
     block_problems,
     blocks,
     divide,
     load,
-    resized,
     to_fp8,
     torch_dtype,
     widen,
@@ -49,7 +49,7 @@ class MxFp8:
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: a byte per element; ``scale``: E8M0 per block."""
-        return (Plane("data", E4M3, tensor.axes), _scale_plane(tensor))
+        return (Plane("data", E4M3, tensor.axes), block_plane(tensor, "scale", e8m0.E8M0, BLOCK))
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """None."""
@@ -93,7 +93,7 @@ class MxFp4:
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: two codes a byte; ``scale``: E8M0 per block."""
-        return (packed_plane(tensor), _scale_plane(tensor))
+        return (packed_plane(tensor), block_plane(tensor, "scale", e8m0.E8M0, BLOCK))
 
     def constants(self, tensor: Logical) -> tuple[Constant, ...]:
         """None."""
@@ -162,10 +162,6 @@ def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:
     return block_problems(tensor, path, BLOCK, f"{name} scales blocks of {BLOCK}", "fp8_e4m3")
 
 
-def _scale_plane(tensor: Logical) -> Plane:
-    return Plane("scale", e8m0.E8M0, resized(tensor.axes, "dim", tensor.extent("dim") // BLOCK))
-
-
 def _scaled(x: Tensor, element_max: float) -> tuple[Tensor, Tensor]:
     """x / 2^e [..., D / 32, 32] float32 and the bytes of e [..., D / 32] uint8."""
     block = blocks(x, BLOCK)
@@ -174,22 +170,16 @@ def _scaled(x: Tensor, element_max: float) -> tuple[Tensor, Tensor]:
 
 
 PLUGINS = (
-    Scheme(
-        name="mxfp8",
+    token_scheme(
+        MxFp8("mxfp8"),
         summary="E4M3 with a power-of-two scale per 32 elements",
         source="OCP Microscaling Formats (MX) Specification v1.0, scale exponent rounded up",
-        make=maker(MxFp8("mxfp8")),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=0.0265,
     ),
-    Scheme(
-        name="mxfp4",
+    token_scheme(
+        MxFp4("mxfp4"),
         summary="E2M1 with a power-of-two scale per 32 elements",
         source="OCP Microscaling Formats (MX) Specification v1.0, scale exponent rounded up",
-        make=maker(MxFp4("mxfp4")),
-        options=CenterOptions,
-        roles=TOKEN_ROLES,
         relative_rms_error=0.115,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfactory.quant.codec import Logical, Plane
-from kvfactory.quant.numerics import resized
+from kvfactory.quant.numerics import block_plane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def packed_plane(tensor: Logical) -> Plane:
     """The ``data`` plane of a four-bit format: uint8, half of ``dim``."""
-    return Plane("data", "uint8", resized(tensor.axes, "dim", tensor.extent("dim") // 2))
+    return block_plane(tensor, "data", "uint8", 2)
 
 
 def pack(codes: Tensor) -> Tensor:

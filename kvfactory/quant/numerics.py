@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfactory.errors import Problem, SpecError
-from kvfactory.quant.codec import Logical
+from kvfactory.quant.codec import Logical, Plane
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +33,15 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def resized(axes: Axes, axis: str, extent: int) -> Axes:
-    """``axes`` with the extent of ``axis`` replaced."""
-    return tuple((name, extent if name == axis else old) for name, old in axes)
-
-
 def without(axes: Axes, axis: str) -> Axes:
     """``axes`` lacking ``axis``."""
     return tuple((name, extent) for name, extent in axes if name != axis)
+
+
+def block_plane(tensor: Logical, part: str, dtype: str, block: int) -> Plane:
+    """``part`` with one element for every ``block`` elements along ``dim``."""
+    axes = tuple((name, n // block if name == "dim" else n) for name, n in tensor.axes)
+    return Plane(part, dtype, axes)
 
 
 def block_problems(
