@@ -13,9 +13,10 @@ from kvfactory.actions.effort import Effort
 from kvfactory.cache import Cache
 from kvfactory.planning.cacheplan import Attention, GroupPlan, Recurrence, Select
 from kvfactory.runtime.steps import Step
-from kvfactory.verify.attention import Inputs, Verdict, Verifier
+from kvfactory.verify.attention import Verdict, Verifier
 from kvfactory.verify.index import IndexChecker
 from kvfactory.verify.state import StateChecker
+from kvfactory.verify.workload import Inputs
 
 
 class Loop:

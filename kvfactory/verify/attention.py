@@ -1,102 +1,30 @@
-"""Verification: what a cache answers against dense attention over what it was given.
+"""Verification of attention: what a cache answers against dense attention over what it was given.
 
-The built-in workload draws keys and values from N(0, 1), and queries such that logits are N(0, 1)
-whatever the group's scale, so that the error of an answer follows from the errors of the stored
-keys and values: between 1.00 and 1.03 times their root of squares. A group passes while its error
-stays below 1.25 times that, and 0.003 for arithmetic.
+With the built-in workload the error of an answer is between 1.00 and 1.03 times the root of squares
+of the errors of the stored keys and values. A group passes while its error stays below 1.25 times
+that, and 0.003 for arithmetic.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan, Select, TensorPlan
-from kvfactory.quant import resolve_codec
+from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan
 from kvfactory.quant.numerics import torch_dtype
 from kvfactory.reference import dense_attention, visible_keys
 from kvfactory.runtime.steps import Step
-
-SAMPLE_ROWS = 2048
-
-Constants = Mapping[str, Mapping[str, Tensor]]
-"""Tensor name -> constant name -> float32 values of one layer."""
+from kvfactory.verify.errors import Constants, ErrorMeter, storage_errors
+from kvfactory.verify.workload import Inputs, Workload
 
 
 def acceptance(key_error: float, value_error: float) -> float:
     """The largest relative error of attention over keys and values stored with these errors."""
     return 1.25 * math.hypot(key_error, value_error) + 3e-3
-
-
-# ---- the workload ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Queries [tokens, heads, dim] and new rows by tensor name [entries, heads, dim].
-
-    In the compute type; ``tensors`` is empty where nothing is written. ``weights`` float32
-    [tokens, heads] come with index queries.
-    """
-
-    q: Tensor
-    tensors: Mapping[str, Tensor]
-    weights: Tensor | None = None
-
-    @property
-    def kv(self) -> tuple[Tensor | None, Tensor | None]:
-        """What ``Cache.attend`` takes as k and v: latent rows without their head axis."""
-        rows = [
-            x.squeeze(1) if name in ("latent", "rope") else x for name, x in self.tensors.items()
-        ]
-        return (*rows, None, None)[0], (*rows, None, None)[1]
-
-
-class Workload:
-    """Random inputs for the groups of ``plan``; equal seeds and calls give equal numbers."""
-
-    def __init__(self, plan: CachePlan, seed: int = 0, device: str = "cpu") -> None:
-        self.plan, self.seed, self.device = plan, seed, device
-        self.dtype = torch_dtype(plan.spec.model.dtype)
-        self._random = torch.Generator().manual_seed(seed)
-
-    def draw(self, group: GroupPlan, tokens: int, entries: int) -> Inputs:
-        """Queries of ``tokens`` and ``entries`` new rows of every tensor of ``group``."""
-        tensors = {
-            tensor.name: self._normal(entries, *(extent for _, extent in tensor.logical.axes))
-            for tensor in group.tensors
-            if entries
-        }
-        dim = sum(t.logical.extent("dim") for t in group.tensors if t.logical.role in KEY_ROLES)
-        if isinstance(group.work, Select):
-            heads = group.work.index_heads
-            weights = torch.rand(tokens, heads, generator=self._random).to(self.device)
-            return Inputs(self._normal(tokens, heads, dim), tensors, weights)
-        assert isinstance(group.work, Attention)
-        unit = 1 / (group.work.scale * dim**0.5)
-        return Inputs(self._normal(tokens, group.work.q_heads, dim, scale=unit), tensors)
-
-    def sinks(self, group: GroupPlan, layer: int) -> Tensor | None:
-        """Sink logits float32 [q_heads] of a layer, the same at every call; None without sinks."""
-        work = group.work
-        if not isinstance(work, Attention) or not work.sinks:
-            return None
-        random = torch.Generator().manual_seed(self.seed + 1 + layer)
-        return torch.randn(work.q_heads, generator=random).to(self.device)
-
-    def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        drawn = torch.randn(shape, generator=self._random) * scale
-        return drawn.to(self.device, self.dtype)
-
-
-KEY_ROLES = frozenset({"k", "latent", "rope", "index_k"})
-
-
-# ---- the reference ---------------------------------------------------------------------------
 
 
 class History:
@@ -149,77 +77,6 @@ class History:
         ends = (entry + 1) * self.group.tokens_per_entry - 1
         seen = visible_keys(self.work, positions, ends, select)
         return dense_attention(q, k, v, seen, self.work, sinks)
-
-
-# ---- errors ----------------------------------------------------------------------------------
-
-
-@dataclass
-class ErrorMeter:
-    """||got - want|| / ||want|| over all that was added, by name; sums are float64."""
-
-    _sums: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, name: str, got: Tensor, want: Tensor) -> None:
-        """Count ``got`` against ``want``, tensors of one shape."""
-        sums = self._sums.setdefault(name, [0.0, 0.0, 0.0])
-        exact = want.double()
-        sums[0] += float((got.double() - exact).square().sum())
-        sums[1] += float(exact.square().sum())
-        sums[2] += got.numel()
-
-    def relative(self, name: str) -> float:
-        """The relative error; NaN as soon as anything was, infinite where zeros were wanted."""
-        error, size, _ = self._sums.get(name, (0.0, 0.0, 0.0))
-        if not error:
-            return 0.0
-        return math.sqrt(error / size) if size else math.inf
-
-    def count(self, name: str) -> int:
-        """Numbers that were compared."""
-        return int(self._sums.get(name, (0.0, 0.0, 0.0))[2])
-
-
-def round_trip(
-    tensor: TensorPlan,
-    x: Tensor,
-    constants: Mapping[str, Tensor] | None = None,
-    dtype: str | None = None,
-) -> Tensor:
-    """``x`` [rows, *axes] as the tensor's format gives it back, in ``dtype`` or the compute type.
-
-    ``constants`` are one layer's; their defaults otherwise.
-    """
-    codec = resolve_codec(tensor.quant, dict(tensor.options), f"quant of {tensor.name}")
-    known = {c.name: x.new_full(c.shape, c.default, dtype=torch.float32) for c in tensor.constants}
-    known.update(constants or {})
-    planes = codec.encode(tensor.logical, x, known)
-    return codec.decode(tensor.logical, planes, known, dtype or tensor.logical.dtype)
-
-
-def storage_errors(
-    group: GroupPlan, constants: Constants | None = None, seed: int = 0
-) -> tuple[float, float]:
-    """Relative errors of stored keys and values of an attention group, on N(0, 1).
-
-    Keys of latent attention are latent and rope together, values the latent; where only keys are
-    stored the values are the keys.
-    """
-    meter, random = ErrorMeter(), torch.Generator().manual_seed(seed)
-    for tensor in group.tensors:
-        shape = [extent for _, extent in tensor.logical.axes]
-        rows = max(1, SAMPLE_ROWS // shape[0])
-        x = torch.randn(rows, *shape, generator=random).to(torch_dtype(tensor.logical.dtype))
-        found = {name: c.to("cpu") for name, c in (constants or {}).get(tensor.name, {}).items()}
-        back = round_trip(tensor, x, found)
-        meter.add(tensor.name, back, x)
-        if tensor.logical.role in KEY_ROLES:
-            meter.add("key", back, x)
-    value = next(name for name in ("latent", "v", "k") if group.has(name))
-    return meter.relative("key"), meter.relative(value)
-
-
-# ---- all of it, for an engine's loop ---------------------------------------------------------
 
 
 @dataclass(frozen=True)

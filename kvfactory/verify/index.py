@@ -18,7 +18,9 @@ from torch import Tensor
 
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, Select
 from kvfactory.runtime.steps import Step
-from kvfactory.verify.attention import Constants, Inputs, Verdict, Workload, new_entries, round_trip
+from kvfactory.verify.attention import Verdict, new_entries
+from kvfactory.verify.errors import Constants, round_trip
+from kvfactory.verify.workload import Inputs, Workload
 
 ROUNDING = 1e-5
 

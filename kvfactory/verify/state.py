@@ -17,7 +17,8 @@ from kvfactory.quant.numerics import torch_dtype
 from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup
 from kvfactory.states import LinearInputs, LinearLayer, StateViews
-from kvfactory.verify.attention import ErrorMeter, Verdict, round_trip
+from kvfactory.verify.attention import Verdict
+from kvfactory.verify.errors import ErrorMeter, round_trip
 
 ROUNDING = 2e-3
 

@@ -22,7 +22,7 @@ from kvfactory.planning.cacheplan import Annex, GroupPlan, Recurrence
 from kvfactory.runtime.steps import Step
 from kvfactory.states.flow import State
 from kvfactory.states.planes import device_ids, fetch, store
-from kvfactory.verify.attention import round_trip
+from kvfactory.verify.errors import round_trip
 
 States = dict[tuple[str, int], State]
 """(group, layer) -> the state of one sequence."""

@@ -14,8 +14,9 @@ from kvfactory.actions.loop import Loop
 from kvfactory.actions.run import chunk_tokens, execute, schedule
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import Recurrence, Select
-from kvfactory.verify.attention import Verdict, Workload
+from kvfactory.verify.attention import Verdict
 from kvfactory.verify.index import IndexChecker
+from kvfactory.verify.workload import Workload
 
 INT8 = {"quant": {"k": "int8_token_head", "latent": "int8_token_head", "index_k": "fp8_e4m3"}}
 

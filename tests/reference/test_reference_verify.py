@@ -14,15 +14,9 @@ from kvfactory.cache import Cache
 from kvfactory.planner import plan
 from kvfactory.reference import Selector
 from kvfactory.spec import Spec
-from kvfactory.verify.attention import (
-    ErrorMeter,
-    History,
-    Verdict,
-    Verifier,
-    Workload,
-    acceptance,
-    storage_errors,
-)
+from kvfactory.verify.attention import History, Verdict, Verifier, acceptance
+from kvfactory.verify.errors import ErrorMeter, storage_errors
+from kvfactory.verify.workload import Workload
 
 GQA: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}
 MLA: dict[str, Any] = {"geometry": "mla", "q_heads": 4, "kv_lora_rank": 128, "scale": 0.1}
