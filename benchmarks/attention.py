@@ -70,7 +70,8 @@ def _planning(
         if graph is None:
             filled = scene.buffers.fill(step)
         else:
-            filled = scene.buffers.fill_graph(step, graph.shape, 0)
+            filled = scene.buffers.fill_graph(step, graph.shape, 0, step)
+        assert len(filled.rows) == len(sequences)  # sent before the clock runs
         torch.cuda.set_sync_debug_mode("error")
         begin = time.perf_counter()
         scene.runner.prepare(filled)

@@ -2,13 +2,19 @@
 
 A set of fields lives in the arena for every step in flight, and one for all graphs. A set is used
 again ``steps_in_flight`` steps later, and its staging too.
+
+A step is sent when its arrays are first read, or not at all where it only fills a graph. What must
+not wait is a change of the device tables: it travels with the step's arrays or with the graph's,
+whichever is sent first, and the next step is not begun before. So the tables change in the order
+of the steps, and an index is made of them as they were left by its own step; but for one that is
+made after the step filled a graph and another was begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,41 +32,38 @@ from kvfactory.runtime.staging import (
     depths_of,
     joined_updates,
 )
-from kvfactory.runtime.steps import GraphShape, PageArrays, StateArrays, Step, TableArrays
+from kvfactory.runtime.steps import (
+    GraphShape,
+    PageArrays,
+    StateArrays,
+    Step,
+    StepArrays,
+    TableArrays,
+)
 
 MOST_SHAPES = 128
 """Shapes of steps whose views are remembered."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Filled:
-    """What a set holds: a step's record, padded in graphs, and its size."""
+    """What a set holds: a step's record, padded in graphs, and its size; ``made`` once sent."""
 
     record: StepRecord
     size: StepSize
+    made: bool = False
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A committed step of ``batch`` sequences of which not all tokens stayed.
+    """The committed step ``record``, of which not all tokens stayed.
 
-    ``rejected`` int32 [batch], None where they are in the step's field of that name already.
+    ``lost`` int32 [batch] are those that did not; None where the step's field ``rejected`` has
+    them, on the device.
     """
 
-    serial: int
-    batch: int
-    rejected: Int32 | None
-
-
-class Arrays(NamedTuple):
-    """The views that steps of one size share, in one set."""
-
-    rows: Tensor
-    q_indptr: Tensor
-    prefix: Tensor
-    positions: Tensor
-    tables: Mapping[str, TableArrays]
-    states: Mapping[str, StateArrays]
+    record: StepRecord
+    lost: Int32 | None
 
 
 def indexer_of(plan: CachePlan, arena: Tensor) -> Indexer:
@@ -94,24 +97,24 @@ class StepBuffers:
         self._graph_source: tuple[StepRecord, GraphShape] | None = None
         self._held: dict[int, Filled] = {}
         self._shortened: dict[int, Shortened] = {}
-        self._arrays: dict[tuple[int, ...], Arrays] = {}
+        self._arrays: dict[tuple[int, ...], StepArrays] = {}
+        self._waiting: Filled | None = None
         self._encoders = [t.name for t in plan.tables if t.lifetime.name == "encoder"]
 
     # ---- filling -----------------------------------------------------------------------------
 
     def fill(self, record: StepRecord) -> Step:
-        """The device arrays of ``record``, in the set that its serial number names.
+        """The step of ``record``, in the set that its serial number names.
 
-        Device table entries that changed since the last step are written first.
+        It is made at once where lengths are to be corrected that the host does not know yet.
         """
+        self._settle()
         number = record.serial % self._depth
-        numbers = enumerate(self._plan.tables)
-        updates = joined_updates({n: record.tables[t.name].updates for n, t in numbers})
-        self._send(record, number, number, updates)
-        for earlier in range(record.since, record.serial):
-            if earlier in self._shortened:
-                self._subtract(self._shortened[earlier], number)
-        self.indexer.build(number, self._held[number].size)
+        self._held[number] = self._waiting = Filled(record, self._size(record))
+        short = [n for n in range(record.since, record.serial) if n in self._shortened]
+        if short:
+            self._make(number)
+            self._shorten([self._shortened[n] for n in short], number)
         return self._step(record, number, number, None)
 
     def fill_graph(
@@ -124,14 +127,36 @@ class StepBuffers:
         self._graph_source = source, shape
         turn = self._depth + self._graph_turn
         self._graph_turn = (self._graph_turn + 1) % self._depth
-        self._send(record, self._depth, turn, NO_UPDATES)
-        if not record.settled.all():
-            own = record.serial % self._depth
+        held = self._held[self._depth] = Filled(record, self._size(record), made=True)
+        self._send(record, self._depth, turn, self._updates_of(source))
+        own = source.serial % self._depth
+        if not record.settled.all() and self._held[own].made:
             batch = self._held[own].size.batch
             exact = self._sets[own]["", "prefix"][:batch]
             self._sets[self._depth]["", "prefix"][:batch].copy_(exact)
-        self.indexer.build(self._depth, self._held[self._depth].size)
+        self.indexer.build(self._depth, held.size)
         return self._step(record, self._depth, self._depth + graph, shape)
+
+    def _settle(self) -> None:
+        """Make the step whose changes of the device tables are not there yet, if any."""
+        if self._waiting is not None:
+            self._make(self._waiting.record.serial % self._depth)
+
+    def _make(self, number: int) -> None:
+        """Send the step that set ``number`` holds and build its index, unless it is done."""
+        held = self._held[number]
+        if not held.made:
+            held.made = True
+            self._send(held.record, number, number, self._updates_of(held.record))
+            self.indexer.build(number, held.size)
+
+    def _updates_of(self, record: StepRecord) -> Int32:
+        """Changes of device tables that ``record`` brings, int32 [n, 4]; none if they are there."""
+        if self._waiting is None or self._waiting.record is not record:
+            return NO_UPDATES
+        self._waiting = None
+        numbers = enumerate(self._plan.tables)
+        return joined_updates({n: record.tables[t.name].updates for n, t in numbers})
 
     def filled_by(self, source: StepRecord, shape: GraphShape) -> bool:
         """Whether the graphs' arrays are those of ``source`` in ``shape``."""
@@ -169,13 +194,12 @@ class StepBuffers:
         if len(updates):
             sent = fields["", "updates"].view(-1, 4) if fits else self._sent_apart(updates)
             self.indexer.update(sent, len(updates))
-        self._held[number] = Filled(record, self._size(record))
 
     def _sent_apart(self, numbers: Int32 | Int64) -> Tensor:
         """``numbers`` on the device, by a copy of their own."""
         host = torch.from_numpy(np.ascontiguousarray(numbers))
-        if self.device.type != "cuda":
-            return host
+        if self.device.type != "cuda" or not numbers.size:
+            return host.to(self.device)
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _size(self, record: StepRecord) -> StepSize:
@@ -200,36 +224,55 @@ class StepBuffers:
         The counts may be on the device. Steps that were made before this was known, in the belief
         that all would stay, get shorter there, and so do those yet to come that do not know.
         """
-        serial, number = record.serial, record.serial % self._depth
+        serial = record.serial
         kept = range(serial - self._depth + 1, serial)
         self._shortened = {n: self._shortened[n] for n in kept if n in self._shortened}
-        if accepted is None:
+        if accepted is None or not len(record.rows):
             return
-        batch, lost = len(record.rows), None
+        counts, lost = np.diff(record.q_indptr), None
         if isinstance(accepted, Tensor):
-            bounds = self._sets[number]["", "q_indptr"][: batch + 1]
-            self._sets[number]["", "rejected"][:batch] = bounds.diff() - accepted
+            self._reject(serial % self._depth, counts, accepted)
         else:
-            lost = (np.diff(record.q_indptr) - accepted).astype(np.int32)
+            lost = (counts - accepted).astype(np.int32)
             if not lost.any():
                 return
-        self._shortened[serial] = shortened = Shortened(serial, batch, lost)
+        self._shortened[serial] = shortened = Shortened(record, lost)
         for later, held in self._held.items():
             if held.record.since <= serial < held.record.serial:
-                self._subtract(shortened, later)
-                self.indexer.build(later, held.size)
+                self._make(later)
+                self._shorten([shortened], later)
+
+    def _reject(self, number: int, counts: Int32, accepted: Tensor) -> None:
+        """Fill ``rejected`` of set ``number``: ``counts`` int32 [batch] without ``accepted``."""
+        rejected = self._sets[number]["", "rejected"][: len(counts)]
+        if (counts == counts[0]).all():
+            rejected.fill_(int(counts[0]))
+        else:
+            rejected.copy_(self._sent_apart(counts))
+        rejected.sub_(accepted)
+
+    def _shorten(self, earlier: Sequence[Shortened], number: int) -> None:
+        """Take what ``earlier`` steps have lost off the step in set ``number``; its index anew."""
+        for step in earlier:
+            self._subtract(step, number)
+        self.indexer.build(number, self._held[number].size)
 
     def _subtract(self, earlier: Shortened, number: int) -> None:
-        """Take the rejected tokens of ``earlier`` off the lengths in set ``number``."""
-        source, batch = self._sets[earlier.serial % self._depth], earlier.batch
-        target, size = self._sets[number], self._held[number].size
-        rejected = source["", "rejected"][:batch]
-        if earlier.rejected is not None:
-            rejected.copy_(self._sent_apart(earlier.rejected))
-        by_row = rejected.new_zeros(self._plan.limits.max_requests + 1)
-        by_row[source["", "rows"][:batch].long()] = rejected
-        rows = target["", "rows"][: size.batch].long()
-        target["", "prefix"][: size.batch] -= by_row[rows]
+        """Take what ``earlier`` has lost off the lengths in set ``number``."""
+        source, rows = earlier.record.rows, self._held[number].record.rows
+        prefix = self._sets[number]["", "prefix"]
+        if earlier.lost is not None:
+            by_row = np.zeros(self._plan.limits.max_requests + 1, np.int32)
+            by_row[source] = earlier.lost
+            prefix[: len(rows)].sub_(self._sent_apart(by_row[rows]))
+            return
+        lost = self._sets[earlier.record.serial % self._depth]["", "rejected"][: len(source)]
+        if np.array_equal(rows[: len(source)], source):
+            prefix[: len(source)].sub_(lost)
+            return
+        _, to, of = np.intersect1d(rows, source, return_indices=True)
+        place, entry = self._sent_apart(np.stack([to, of]))
+        prefix[place] -= lost[entry]
 
     # ---- arrays ------------------------------------------------------------------------------
 
@@ -239,7 +282,13 @@ class StepBuffers:
         return self._fronts[0].device
 
     def _step(self, record: StepRecord, number: int, buffer: int, graph: GraphShape | None) -> Step:
-        """``record`` with the views of set ``number`` that it fills."""
+        """``record`` in set ``number``."""
+        return Step(record, partial(self._read, record, number), buffer, graph)
+
+    def _read(self, record: StepRecord, number: int) -> StepArrays:
+        """The arrays of ``record`` in set ``number``, made unless another step is there by now."""
+        if self._held[number].record is record:
+            self._make(number)
         written = [len(record.tables[name].slots) for name in self._encoders]
         key = (number, len(record.rows), len(record.positions), *written)
         arrays = self._arrays.get(key)
@@ -247,9 +296,9 @@ class StepBuffers:
             if len(self._arrays) >= MOST_SHAPES:
                 self._arrays.clear()
             arrays = self._arrays[key] = self._views(record, number)
-        return Step(record, *arrays, buffer, graph)
+        return arrays
 
-    def _views(self, record: StepRecord, number: int) -> Arrays:
+    def _views(self, record: StepRecord, number: int) -> StepArrays:
         fields, batch, tokens = self._sets[number], len(record.rows), len(record.positions)
         tables = {}
         for name, pages in self._tables.items():
@@ -271,7 +320,7 @@ class StepBuffers:
             )
             for state in self._plan.states
         }
-        return Arrays(
+        return StepArrays(
             rows=fields["", "rows"][:batch],
             q_indptr=fields["", "q_indptr"][: batch + 1],
             prefix=fields["", "prefix"][:batch],
@@ -284,9 +333,11 @@ class StepBuffers:
 
     def set_table(self, name: str, pages: Int64) -> None:
         """Write a device table whole, from ``pages`` int64 [rows, row_pages]."""
+        self._settle()
         self._tables[name].copy_(self._sent_apart(pages.astype(np.int32)))
 
     def clear(self) -> None:
         """Point every entry of every device table at the sink."""
+        self._settle()
         for table in self._tables.values():
             table.zero_()

@@ -8,8 +8,10 @@ here are exact once earlier steps are committed, also where the host does not kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -67,21 +69,62 @@ class StateArrays:
     fresh: Tensor
 
 
-@dataclass(frozen=True)
-class Step:
-    """An open step.
+class StepArrays(NamedTuple):
+    """The arrays of a step: see ``Step``."""
 
-    ``rows`` int32 [batch], ``q_indptr`` int32 [batch + 1], ``prefix`` int32 [batch] the tokens
-    before this step, ``positions`` int64 [tokens]. ``tables`` and ``states`` by table name.
-    ``buffer`` numbers the places that steps live in: no two open steps or graphs have the same.
-    """
-
-    host: StepRecord
     rows: Tensor
     q_indptr: Tensor
     prefix: Tensor
     positions: Tensor
     tables: Mapping[str, TableArrays]
     states: Mapping[str, StateArrays]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An open step.
+
+    ``buffer`` numbers the places that steps live in: no two open steps or graphs have the same.
+    The arrays of a step that no graph owns are sent and made when one is first read, in the stream
+    that is current then: a step that only fills a graph has none of its own.
+    """
+
+    host: StepRecord
+    make: Callable[[], StepArrays]
     buffer: int = 0
     graph: GraphShape | None = None
+
+    @cached_property
+    def arrays(self) -> StepArrays:
+        """All arrays."""
+        return self.make()
+
+    @property
+    def rows(self) -> Tensor:
+        """Rows of the device tables, int32 [batch]."""
+        return self.arrays.rows
+
+    @property
+    def q_indptr(self) -> Tensor:
+        """Where the new tokens of each entry begin, int32 [batch + 1]."""
+        return self.arrays.q_indptr
+
+    @property
+    def prefix(self) -> Tensor:
+        """Tokens before this step, int32 [batch]."""
+        return self.arrays.prefix
+
+    @property
+    def positions(self) -> Tensor:
+        """Of each new token, int64 [tokens]."""
+        return self.arrays.positions
+
+    @property
+    def tables(self) -> Mapping[str, TableArrays]:
+        """By table name."""
+        return self.arrays.tables
+
+    @property
+    def states(self) -> Mapping[str, StateArrays]:
+        """By the name of a set of state slots."""
+        return self.arrays.states

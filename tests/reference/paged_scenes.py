@@ -14,7 +14,7 @@ from kvfactory.backends import AttendExtra
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import Attention, GroupPlan
 from kvfactory.reference import Oracle
-from kvfactory.runtime.steps import Step, TableArrays
+from kvfactory.runtime.steps import Step, StepArrays, TableArrays
 from kvfactory.spec import Spec
 
 Visible = Callable[[int, int], bool]
@@ -182,8 +182,7 @@ def make_step(
         first_page=torch.tensor(first_pages, dtype=torch.int32),
         lists=cast(Any, None),
     )
-    return Step(
-        host=cast(Any, None),
+    made = StepArrays(
         rows=torch.tensor(rows, dtype=torch.int32),
         q_indptr=torch.tensor([0, *new], dtype=torch.int32).cumsum(0).int(),
         prefix=torch.tensor(prefix, dtype=torch.int32),
@@ -191,6 +190,7 @@ def make_step(
         tables={table: arrays},
         states={},
     )
+    return Step(cast(Any, None), lambda: made)
 
 
 def _batch(requests: Sequence[tuple[int, int]], pads: bool) -> list[tuple[int, int, int, int]]:

@@ -82,12 +82,12 @@ def test_cross_reads_all_of_the_encoder() -> None:
         Turn(2, 3, 7, slice(0, 3), first.tensors),
         Turn(40, 1, 11, slice(3, 4), second.tensors),
     ]
-    step = replace(
-        scene.step,
+    arrays = scene.step.arrays._replace(
         q_indptr=torch.tensor([0, 3, 4]),
         prefix=torch.tensor([2, 40]),
         positions=torch.tensor([2, 3, 4, 40]),
     )
+    step = replace(scene.step, make=lambda: arrays)
     q = torch.randn(4, 4, 8).double()
     scene = Scene(scene.group, scene.store, step, q, turns)
     check(scene, scene.naive(lambda turn, number, entry: True))
@@ -192,7 +192,8 @@ def test_draft_trees_measure_windows_by_depth() -> None:
         near = position[entry] > position[6 + number] - 3
         return near and bool(mask[number, entry])
 
-    scene.step = replace(scene.step, positions=depth)
+    arrays = scene.step.arrays._replace(positions=depth)
+    scene.step = replace(scene.step, make=lambda: arrays)
     check(scene, scene.naive(sees), mask=mask.flatten())
 
 
