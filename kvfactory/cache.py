@@ -44,6 +44,10 @@ class Cache:
         self.books = parts.books
         self.states = StateStore(parts.plan, parts.pools, parts.books)
 
+    def __repr__(self) -> str:
+        free = ", ".join(f"{path} {room.free}" for path, room in self.books.capacity().items())
+        return f"Cache({self.plan.spec.model.name}, {self.plan.bytes:,} B; free: {free})"
+
     # ---- sequences ---------------------------------------------------------------------------
 
     def open(

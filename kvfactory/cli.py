@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kvfactory.composer import Composed, Request, hydra_errors, load, read, version_base
 from kvfactory.config.devices import ask_driver, ask_torch
 from kvfactory.errors import BuildError, KVFactoryError, PlanError, Problem, SpecError, did_you_mean
+from kvfactory.planner import plan
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -78,14 +79,23 @@ def exit_code(error: KVFactoryError) -> int:
     return BAD_INPUT if isinstance(error, SpecError | PlanError) else FAILED
 
 
-def perform(overrides: Sequence[str], title: str = "") -> int:
-    """Compose and run the action that the overrides ask for, under a title if it prints a table.
+def perform(overrides: Sequence[str]) -> int:
+    """Compose and run the action that the overrides ask for.
 
     Raises:
         KVFactoryError: bad input, or what the action met.
     """
+    return _act(_composed(overrides))
+
+
+def _composed(overrides: Sequence[str]) -> Composed:
     composed = load(overrides, lambda action: ask_torch() if action == "run" else ask_driver())
     _check(composed)
+    return composed
+
+
+def _act(composed: Composed, title: str = "") -> int:
+    """Run the action, under a title if it prints a table."""
     if title and composed.output == "table":
         print(title)
     module = importlib.import_module(f"kvfactory.actions.{composed.action}")
@@ -186,8 +196,11 @@ def _show(hydra: Hydra, overrides: list[str], args: argparse.Namespace) -> int:
 
 
 def _sweep(hydra: Hydra, overrides: list[str]) -> int:
+    rows: list[tuple[str, ...]] = []
     try:
-        jobs = hydra.multirun("config", _job, [*overrides, "hydra.mode=MULTIRUN"])
+        jobs = hydra.multirun(
+            "config", lambda config: _job(config, rows), [*overrides, "hydra.mode=MULTIRUN"]
+        )
         if not any(jobs):
             raise SpecError(Problem("-m", "no job", "values to sweep over: a glob that finds some"))
     except _JobFailedError:
@@ -198,6 +211,11 @@ def _sweep(hydra: Hydra, overrides: list[str]) -> int:
         got, fix = f"{error.filename}: {error.strerror}", "hydra.sweep.dir=FOLDER"
         need = "a folder that can be written to"
         raise SpecError(Problem("hydra.sweep.dir", got, need, fix)) from None
+    finally:
+        if rows:
+            from kvfactory.report.tables import columns
+
+            print(columns(("job", "requests", "tokens", "bytes", "overrides"), rows))
     return OK
 
 
@@ -205,10 +223,11 @@ class _JobFailedError(Exception):
     """Tells Hydra's launcher that a job failed; its problems are printed already."""
 
 
-def _job(config: DictConfig) -> None:
+def _job(config: DictConfig, rows: list[tuple[str, ...]]) -> None:
     """One job of a sweep: the others go on whatever happens, ``status.json`` says what did.
 
-    ``config`` is composed again from the job's overrides, as every configuration is.
+    A plan that was printed as a table gets one of ``rows``, to compare the jobs by. ``config`` is
+    composed again from the job's overrides, as every configuration is.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -218,8 +237,16 @@ def _job(config: DictConfig) -> None:
     status: dict[str, Any] = {"job": runtime.job.num, "overrides": overrides, "problems": []}
     try:
         written = [text.removeprefix("++") for text in overrides]
-        title = f"# job {runtime.job.num}: {' '.join(written)}"
-        code = perform([*written, *searchpath], title)
+        composed = _composed([*written, *searchpath])
+        code = _act(composed, f"# job {runtime.job.num}: {' '.join(written)}")
+        if composed.action in ("run", "plan", "explain"):
+            laid = plan(composed.spec)
+            found = (laid.limits.admitted, laid.limits.tokens, laid.bytes)
+            status["plan"] = dict(zip(("admitted", "tokens", "bytes"), found, strict=True))
+            status["plan"]["binding"] = laid.binding
+            if composed.output == "table":
+                numbers = (f"{number:,}" for number in found)
+                rows.append((str(runtime.job.num), *numbers, " ".join(written)))
     except KVFactoryError as error:
         code = exit_code(error)
         status["problems"] = [vars(problem) for problem in error.problems]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 
 from kvfactory.errors import Problem
@@ -35,8 +35,9 @@ def _sections(laid: CachePlan, found: Explanation) -> Iterator[str]:
     yield columns(*_stored(found))
     yield columns(*_waste(laid, found))
     yield columns(("group", "backend", "verdict", "why"), list(_backends(found.backends)))
-    yield columns(("layout", "verdict", "why"), list(_trials(found.layouts)))
-    yield columns(("quant", "verdict", "why"), list(_trials(found.quants)))
+    now = {p for g in laid.groups if g.choice for _, why in g.choice.passed_over for p in why}
+    yield columns(("layout", "verdict", "why"), list(_trials(found.layouts, now)))
+    yield columns(("quant", "verdict", "why"), list(_trials(found.quants, now)))
     yield _changes(laid, found.changes)
 
 
@@ -80,12 +81,14 @@ def _backends(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
         yield verdict.group, verdict.backend, word, _reasons(verdict.reasons) or better
 
 
-def _trials(trials: Iterable[Trial]) -> Iterator[tuple[str, ...]]:
+def _trials(trials: Iterable[Trial], now: Set[Problem]) -> Iterator[tuple[str, ...]]:
+    """What each setting gives; reasons against backends where they are not those of ``now``."""
     for trial in trials:
         word = "taken" if trial.taken else "refused" if trial.reasons else "possible"
         served = f"{trial.admitted:,} requests, {size(trial.num_bytes)}"
         by = f", by {', '.join(trial.backends)}" if trial.backends else ""
-        over = f"; {_named(trial.passed_over)}" if trial.passed_over else ""
+        new = [problem for problem in trial.passed_over if problem not in now]
+        over = f"; {_named(new)}" if new else ""
         yield trial.override, word, _reasons(trial.reasons) or served + by + over
 
 

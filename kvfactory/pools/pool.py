@@ -70,6 +70,11 @@ class Pool:
         fill_defaults(self.bound)
         self.constants_version = 0
 
+    def __repr__(self) -> str:
+        group = self.group
+        planes = ", ".join(f"{plane.key} {plane.dtype}" for plane in group.planes)
+        return f"Pool({group.name}, {len(group.layers)} layers, {self.num_pages} pages: {planes})"
+
     @property
     def num_pages(self) -> int:
         """Pages (state slots), the sink included; page ids are below this."""

@@ -211,7 +211,7 @@ def _quants(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
 
 def _changes(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
     """Settings that admit more requests, or without a budget take fewer bytes; the best first."""
-    trials = [trial for trial in _candidates(spec) if not trial.reasons]
+    trials = [trial for trial in _candidates(laid, spec) if not trial.reasons]
     if spec.memory.budget is None and not spec.memory.tokens:
         better = [trial for trial in trials if trial.num_bytes < laid.bytes]
         yield from sorted(better, key=lambda trial: trial.num_bytes)
@@ -220,17 +220,25 @@ def _changes(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
         yield from sorted(better, key=lambda trial: -trial.admitted)
 
 
-def _candidates(spec: Spec) -> Iterator[Trial]:
+def _candidates(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
     memory, engine, workload = spec.memory, spec.engine, spec.workload
     for name in SCHEMES.names():
         quant = Quants(every=Plugin(name=name))
         yield _trial(spec, f"kv.quant={name}", False, kv={"quant": quant})
+    if any(group.kind == "linear" for group in laid.groups):  # every format above left them plain
+        for name in SCHEMES.names():
+            quant = Quants.model_construct(**{**dict(spec.kv.quant), "state": Plugin(name=name)})
+            yield _trial(spec, f"kv.quant.state={name}", False, kv={"quant": quant})
     for tokens in PAGE_TOKENS:
         yield _trial(spec, f"kv.page_tokens={tokens}", False, kv={"page_tokens": tokens})
     if memory.budget is not None:
-        gib = memory.budget * 5 // 4 // 2**30
-        more = {"budget": gib * 2**30}
-        yield _trial(spec, f"memory.budget={gib}GiB", False, memory=more)
+        budget = memory.budget * 5 // 4
+        if laid.memory == spec.device.type and spec.device.memory_bytes is not None:
+            budget = min(budget, spec.device.memory_bytes)
+        gib = budget // 2**30
+        if gib * 2**30 > memory.budget:
+            more = {"budget": gib * 2**30}
+            yield _trial(spec, f"memory.budget={gib}GiB", False, memory=more)
     if memory.ratios:
         yield _trial(spec, "memory.ratios={}", False, memory={"ratios": {}})
     if engine.max_requests is not None:

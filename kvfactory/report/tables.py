@@ -8,6 +8,7 @@ from io import StringIO
 
 from kvfactory.layouts import LAYOUTS
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, PlanePlan, StatePlan, TablePlan
+from kvfactory.sizing import request_pages
 
 _RIGHT = frozenset("0123456789")
 
@@ -145,6 +146,8 @@ def _table_cells(plan: CachePlan, table: TablePlan | StatePlan) -> tuple[str, ..
         usable = f"{table.num_slots - 1:,}"
         return (table.name, "state", "-", usable, "-", str(table.slots_per_request), members)
     usable_pages = table.num_pages - 1
+    engine, tokens = plan.spec.engine, plan.limits.tokens
+    pages = request_pages(table.lifetime, table.page_tokens, tokens, engine)
     reach = f" {table.lifetime.tokens:,}" if table.lifetime.tokens else ""
     return (
         table.name,
@@ -152,7 +155,7 @@ def _table_cells(plan: CachePlan, table: TablePlan | StatePlan) -> tuple[str, ..
         str(table.page_tokens),
         f"{usable_pages:,}",
         f"{usable_pages * table.page_tokens:,}",
-        f"{table.live_pages:,}",
+        f"{pages:,}",
         members,
     )
 

@@ -40,6 +40,11 @@ class StateViews:
     pool: Pool
     ring: Ring | None
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{key} {tuple(each.shape)}" for key, each in self.tensors.items())
+        layer = self.group.layers[self.index]
+        return f"StateViews(layer {layer}: {shapes}; {len(self.slots)} slots, nodes={self.nodes})"
+
 
 def snapshot_views(pool: Pool, states: GroupPlan) -> dict[str, Tensor]:
     """Tensor -> [layers, rows, nodes, *axes] of the snapshots of group ``states``."""

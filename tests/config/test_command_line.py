@@ -227,6 +227,10 @@ def test_a_sweep_from_an_experiment(cli: Cli) -> None:
     assert done.code == 0
     assert [status["exit"] for status in _statuses(done.files).values()] == [0] * 4
     assert done.err == ""
+    table = done.out.splitlines()[-5:]
+    assert table[0].split() == ["job", "requests", "tokens", "bytes", "overrides"]
+    assert table[1].split()[:3] == ["0", "8", "128"]
+    assert _statuses(done.files)[0]["plan"]["admitted"] == 8
 
 
 def test_sweeping_a_plugin_and_a_null(cli: Cli) -> None:

@@ -96,6 +96,16 @@ def test_changes_are_what_the_plan_says_with_them() -> None:
     assert by_name["kv.quant=nvfp4"].admitted > 3 * now
 
 
+def test_changes_of_states_and_within_the_device() -> None:
+    device = {**H200, "memory_bytes": "40GiB"}
+    spec = spec_of(
+        read_yaml(CONF / "model" / "qwen3_next.yaml"), device=device, memory={"budget": "36GiB"}
+    )
+    found = {trial.override: trial for trial in explain(plan(spec), spec).changes}
+    assert "kv.quant.state=state_int8" in found
+    assert [name for name in found if "budget" in name] == ["memory.budget=40GiB"]
+
+
 def test_without_a_budget_fewer_bytes_are_better() -> None:
     spec, found = _explain("qwen3_8b")
     now = plan(spec).bytes
