@@ -12,7 +12,7 @@ import pytest
 import torch
 from flashinfer_batches import HEADS, ROOMY, group_of, plan_batches
 from flashinfer_card import FULL, HYBRID, LOCAL, LONG, Groups, on_hopper, scene_of
-from flashinfer_scene import FP8, LATENT, close, relative_error
+from flashinfer_scene import FP8, LATENT, Scene, close, relative_error
 from test_flashinfer_graphs import captured, replayed
 
 from kvfactory.flashinfer_runtime.calls import Library
@@ -69,6 +69,18 @@ def test_ragged_prefill_of_plain_storage(library: Library, model: str) -> None:
     scene_of(library, MODELS[model], backend=backend).turns([(500, 5, 1), (40, 1, 20), (1, 1, 1)])
 
 
+def eager_and_in_a_graph(scene: Scene) -> None:
+    """Long turns, then decodes of 3, 1 and 2 requests by a graph of 4."""
+    scene.turns(LONG)
+    sequences = scene.cache.open(3)
+    scene.advance(sequences, [700, 3, 64])
+    graph, model = captured(scene, 4)
+    for some in (3, 1, 2):
+        step = scene.cache.extend(sequences[:some], 1)
+        replayed(scene, graph, model, step, some)
+        scene.cache.commit(step)
+
+
 @pytest.mark.parametrize("quant", list(QUANTS))
 def test_decode_graphs_padded_and_smaller_than_before(library: Library, quant: str) -> None:
     scene = scene_of(library, HYBRID, kv={"page_tokens": 16, "quant": QUANTS[quant]})
@@ -107,14 +119,7 @@ def test_verification_and_whole_prefills_in_graphs(library: Library, quant: str)
 
 def test_latent_attention(library: Library) -> None:
     scene = scene_of(library, {"full": {**LATENT, "q_heads": 16}}, kv={"page_tokens": 16})
-    scene.turns(LONG)
-    sequences = scene.cache.open(3)
-    scene.advance(sequences, [700, 3, 64])
-    graph, model = captured(scene, 4)
-    for some in (3, 1, 2):
-        step = scene.cache.extend(sequences[:some], 1)
-        replayed(scene, graph, model, step, some)
-        scene.cache.commit(step)
+    eager_and_in_a_graph(scene)
 
 
 def test_latent_records_through_a_copy(library: Library) -> None:
@@ -133,14 +138,7 @@ def test_four_bits_through_a_copy(library: Library) -> None:
 def test_xqa(library: Library, layout: str) -> None:
     kv = {"page_tokens": 16, "quant": FP8, "layout": layout}
     scene = scene_of(library, {"full": FULL}, kv=kv, backend={"accuracy": "fast"})
-    scene.turns(LONG)
-    sequences = scene.cache.open(3)
-    scene.advance(sequences, [700, 3, 64])
-    graph, model = captured(scene, 4)
-    for some in (3, 1, 2):
-        step = scene.cache.extend(sequences[:some], 1)
-        replayed(scene, graph, model, step, some)
-        scene.cache.commit(step)
+    eager_and_in_a_graph(scene)
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -150,14 +148,7 @@ def test_head_dim_256(library: Library, sm: int) -> None:
     group = {**FULL, "head_dim": 256}
     kv = {"page_tokens": 16}
     scene = scene_of(library, {"full": group}, kv=kv, backend=backend, device={"sm": sm})
-    scene.turns(LONG)
-    sequences = scene.cache.open(3)
-    scene.advance(sequences, [700, 3, 64])
-    graph, model = captured(scene, 4)
-    for some in (3, 1, 2):
-        step = scene.cache.extend(sequences[:some], 1)
-        replayed(scene, graph, model, step, some)
-        scene.cache.commit(step)
+    eager_and_in_a_graph(scene)
 
 
 def test_cross_attention(library: Library) -> None:
