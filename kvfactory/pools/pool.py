@@ -25,8 +25,8 @@ from kvfactory.calibration import Key
 from kvfactory.errors import Problem, SpecError
 from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import checks, image, slices, transfer
-from kvfactory.pools.checks import Ids
 from kvfactory.pools.constants import assign, fill_defaults, keys
+from kvfactory.pools.ids import Ids, as_ids, disjoint, flat_ids, host_ids, sent
 from kvfactory.pools.ops import Keep, MakeOps, Ops
 from kvfactory.pools.torch_ops import TorchOps
 from kvfactory.pools.views import group_views
@@ -176,7 +176,7 @@ class Pool:
         wanted = checks.names(self.bound, names)
         own = torch_dtype(self.group.tensors[0].logical.dtype)
         checks.tensors(slots=slots)
-        flat = checks.flat_ids(self.bound, slots, "slots")
+        flat = flat_ids(self.bound, slots, "slots")
         found = self.ops.read(index, flat, wanted, checks.read_dtype(dtype or own))
         return {name: x.view(*slots.shape, *x.shape[1:]) for name, x in found.items()}
 
@@ -187,7 +187,7 @@ class Pool:
         """
         checks.storage(self.bound)
         index = None if layer_index is None else checks.layer(self.bound, layer_index)
-        return self.ops.gather(index, checks.flat_ids(self.bound, slots, "slots"))
+        return self.ops.gather(index, flat_ids(self.bound, slots, "slots"))
 
     def move(self, dst_slots: Ids, src_slots: Ids, mask: Tensor | None = None) -> None:
         """Copy entries of all planes and layers, ``src_slots`` [n] to ``dst_slots`` [n].
@@ -196,14 +196,14 @@ class Pool:
         out. In state groups this copies whole states.
         """
         checks.storage(self.bound)
-        dst = checks.as_ids(dst_slots, "dst_slots")
-        src = checks.as_ids(src_slots, "src_slots")
+        dst = as_ids(dst_slots, "dst_slots")
+        src = as_ids(src_slots, "src_slots")
         wrong = checks.move_problems(dst, src, mask)
         if wrong:
             raise SpecError(*wrong)
-        apart = checks.disjoint(dst, src)
-        dst = checks.flat_ids(self.bound, dst, "dst_slots", mask)
-        src = checks.flat_ids(self.bound, src, "src_slots", mask)
+        apart = disjoint(dst, src)
+        dst = flat_ids(self.bound, dst, "dst_slots", mask)
+        src = flat_ids(self.bound, src, "src_slots", mask)
         if len(dst):
             self.ops.move(dst, src, self._keep(mask), apart)
 
@@ -232,10 +232,10 @@ class Pool:
     def move_pages(self, dst_pages: Ids, src_pages: Ids) -> None:
         """``move`` of whole pages."""
         checks.storage(self.bound)
-        dst, src = checks.as_ids(dst_pages, "dst_pages"), checks.as_ids(src_pages, "src_pages")
-        apart = checks.disjoint(dst, src)
-        dst = checks.flat_ids(self.bound, dst, "dst_pages")
-        src = checks.flat_ids(self.bound, src, "src_pages")
+        dst, src = as_ids(dst_pages, "dst_pages"), as_ids(src_pages, "src_pages")
+        apart = disjoint(dst, src)
+        dst = flat_ids(self.bound, dst, "dst_pages")
+        src = flat_ids(self.bound, src, "src_pages")
         if len(dst) != len(src):
             raise SpecError(Problem("src_pages", f"{len(src)} pages", f"{len(dst)}"))
         if len(dst):
@@ -246,7 +246,7 @@ class Pool:
         self.move_pages(pairs[:, 1], pairs[:, 0])
 
     def _keep(self, mask: Tensor | None) -> Keep | None:
-        return None if mask is None else Keep(mask=checks.sent(mask, self.bound.arena.device))
+        return None if mask is None else Keep(mask=sent(mask, self.bound.arena.device))
 
     def zero(self, pages: Ids, mask: Tensor | None = None) -> None:
         """All planes and layers of ``pages`` [n] become 0; ``mask`` bool [n] leaves pages out."""
@@ -254,14 +254,14 @@ class Pool:
         wrong = checks.mask_problems((len(pages),), mask)
         if wrong:
             raise SpecError(*wrong)
-        flat = checks.flat_ids(self.bound, pages, "pages", mask)
+        flat = flat_ids(self.bound, pages, "pages", mask)
         if len(flat):
             self.ops.zero(flat, self._keep(mask))
 
     def offload(self, pages: Ids, chunk_bytes: int = image.CHUNK_BYTES) -> image.PageImage:
         """Copy ``pages`` to the host, through at most ``chunk_bytes`` (or one page) of staging."""
         checks.storage(self.bound)
-        flat = checks.flat_ids(self.bound, pages, "pages")
+        flat = flat_ids(self.bound, pages, "pages")
         data = image.offload(self.bound, self.ops, flat, chunk_bytes)
         return image.PageImage(self.manifest(), data)
 
@@ -275,7 +275,7 @@ class Pool:
                 or, of ids on the host, a page twice.
         """
         checks.storage(self.bound)
-        flat = checks.flat_ids(self.bound, pages, "pages")
+        flat = flat_ids(self.bound, pages, "pages")
         wrong = image.problems(saved, self.manifest(), len(flat))
         if flat.is_cpu and len(set(flat.tolist())) < len(flat):
             wrong = (*wrong, Problem("pages", "a page twice", "each page once"))
@@ -289,7 +289,7 @@ class Pool:
         Copied in order to the runs of as many pages of a pool with an equal manifest they
         reproduce every byte; ``transfer.copies`` pairs them and joins neighbours.
         """
-        found = checks.host_ids(self.bound, pages, "pages")
+        found = host_ids(self.bound, pages, "pages")
         return tuple(run.of_page(page) for page in found for run in self._runs)
 
     def slicings(self) -> tuple[slices.Slicing, ...]:
@@ -304,7 +304,7 @@ class Pool:
         Raises:
             SpecError: a block that ``parts`` does not divide, or an axis that the layout splits.
         """
-        found = checks.host_ids(self.bound, pages, "pages")
+        found = host_ids(self.bound, pages, "pages")
         runs = slices.slice_regions(self.group, part, parts)
         return tuple(run.of_page(page) for page in found for run in runs)
 
