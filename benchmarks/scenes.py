@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvfactory.kernels import ErrorWords, TritonOps, kernel_ops
 from kvfactory.planner import plan
-from kvfactory.pools import GroupViews, TorchOps, group_views
+from kvfactory.pools import GroupViews, group_views
 from kvfactory.pools.constants import fill_defaults
 from kvfactory.spec import Spec
 
 HEADS, DIM, PAGE = 8, 128, 16
-GIB = 2**30
 
 
 class Scene:
@@ -53,15 +51,6 @@ class Scene:
         self.token_bytes = sum(
             plane.dtype.itemsize * plane[0, 0, 0].numel() for plane in self.views.planes.values()
         )
-
-    @cached_property
-    def torch_ops(self) -> TorchOps:
-        return TorchOps(self.views)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in all layers and planes."""
-        return self.token_bytes * PAGE * self.layers
 
 
 @dataclass(frozen=True)
