@@ -97,6 +97,8 @@ class Cache:
     def load(self, image: CacheImage) -> list[SequenceId]:
         """The sequences of ``image``, open again as they were, in its order.
 
+        Pages that they shared are copies of their own then.
+
         Raises:
             OutOfPages: too few pages, slots or rows for all of them; nothing was taken.
             SpecError: an image of a cache with other groups, formats, page sizes or constants.

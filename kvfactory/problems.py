@@ -31,7 +31,10 @@ def _problem(found: Any, model: type[BaseModel], prefix: str) -> Problem:
             path, "an unknown key", f"one of {', '.join(sorted(known))}", parent if close else ""
         )
     if found["type"] == "missing":
-        return Problem(path, "nothing", "a value: the key is mandatory", f"{path}=...")
+        fix = f"{path}=..."
+        if named[-1] == "name" and "options" in found["input"]:  # options over a name alone
+            fix += f", or {path.rpartition('.')[0]}='{{name: ..., options: {{...}}}}'"
+        return Problem(path, "nothing", "a value: the key is mandatory", fix)
     return Problem(path or "spec", _show(found["input"]), _need(found["msg"]))
 
 

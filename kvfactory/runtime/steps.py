@@ -94,6 +94,10 @@ class Step:
     buffer: int = 0
     graph: GraphShape | None = None
 
+    def __repr__(self) -> str:
+        host, tokens = self.host, int(self.host.q_indptr[-1])
+        return f"Step({host.serial}: {len(host.rows)} sequences, {tokens} new tokens)"
+
     @cached_property
     def arrays(self) -> StepArrays:
         """All arrays."""
