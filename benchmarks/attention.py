@@ -34,7 +34,7 @@ Row = tuple[str, str, float, float]
 
 
 def plan_rows() -> Iterator[Row]:
-    """P5: microseconds of planning on the host, 1,000 growing steps, replans included."""
+    """Microseconds of planning on the host, 1,000 growing steps, replans included."""
     for batch, q_heads, kernel in (
         (256, 32, "fa2"),
         (32, 32, "fa2, split"),
@@ -84,7 +84,7 @@ def _planning(
 
 
 def decode_rows(quant: str = "plain", accuracy: str = "exact") -> Iterator[Row]:
-    """P6 and P9: decode kernels through the factory and called by hand over the same bytes."""
+    """Decode kernels through the factory and called by hand over the same bytes."""
     for batch, tokens in SHAPES:
         layers = max(2, int(2e9 / (batch * tokens * KV_HEADS * DIM * 4)))
         scene = Scene(batch, tokens + 64, min(layers, 8), quant, accuracy)
@@ -120,7 +120,7 @@ def _hand(hand: HandDecode, layer: int, q: Tensor) -> Callable[[], object]:
 
 
 def prefill_rows() -> Iterator[Row]:
-    """P11: fa3, which Hopper gets, against the fa2 path, and against FlashInfer's own fa3."""
+    """The fa3 that Hopper gets, against the fa2 path, and against FlashInfer's own fa3."""
     for batch, new, prefix in ((1, 8192, 0), (4, 2048, 0), (4, 2048, 8192)):
         tokens = new + prefix
         scenes = {

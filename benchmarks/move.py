@@ -1,4 +1,4 @@
-"""Stores, copies and the index beside FlashInfer and torch, in one run: P1 to P4.
+"""Stores, copies and the index beside FlashInfer and torch, in one run.
 
 Run ``python -m benchmarks.move`` on a GPU; ``--json FILE`` keeps the numbers, ``--only store`` (or
 quant, copies, index, host) runs a part. Times are microseconds of a call in a CUDA graph over

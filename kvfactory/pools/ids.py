@@ -75,7 +75,7 @@ def _is_flat(ids: Tensor, device: torch.device) -> bool:
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """``values`` on ``device``, in the order of its current stream; nobody waits for that."""
-    if values.device == device or device.type != "cuda":
+    if values.device == device or device.type != "cuda" or not values.numel():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvfactory.pools import Pool
+from kvfactory.pools.ids import sent
 from kvfactory.quant.numerics import torch_dtype
 
 
@@ -31,9 +32,4 @@ def store(pool: Pool, layer_index: int, slots: Tensor, name: str, values: Tensor
 
 def device_ids(pool: Pool, ids: object) -> Tensor:
     """Ids as int64 on the pool's device, which nobody waits for."""
-    found, device = torch.as_tensor(ids, dtype=torch.int64), pool.bound.arena.device
-    if found.device == device:
-        return found
-    if not found.numel():
-        return found.new_empty(found.shape, device=device)
-    return found.pin_memory().to(device, non_blocking=True)
+    return sent(torch.as_tensor(ids, dtype=torch.int64), pool.bound.arena.device)
