@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from kvfactory.flashinfer_runtime.choose import ModuleKey
+from kvfactory.flashinfer_runtime.latent import RunFields
 
 
 class Space(NamedTuple):
@@ -90,6 +91,10 @@ class Module(Protocol):
 
     def splits(self, info: Any) -> bool:
         """Whether the schedule ``info`` splits requests over keys, or is made for their lengths."""
+        ...
+
+    def runs(self, space: Space, info: Any) -> RunFields | None:
+        """Where the schedule ``info``, just made, carries lengths; None if it cannot get others."""
         ...
 
     def run(self, space: Space, info: Any, call: Call, lists: Lists | None) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvfactory.errors import BuildError, Problem
 from kvfactory.flashinfer_runtime.calls import Call, Library, Lists, Module, Sizes, Space, XqaCall
 from kvfactory.flashinfer_runtime.choose import ModuleKey
+from kvfactory.flashinfer_runtime.latent import RunFields, fields_of
 from kvfactory.quant.numerics import torch_dtype
 
 VERSIONS = ("0.6.13", "0.7")
@@ -125,6 +126,10 @@ class PagedModule:
         """As fa2 says at the end of its schedule (PrefillPlanInfo); fa3 has no such schedules."""
         return self.fa3 or bool(info[-1])
 
+    def runs(self, space: Space, info: Any) -> RunFields | None:
+        """None: fa2 reads lengths from page lists, and fa3 plans are for one step."""
+        return None
+
     def run(self, space: Space, info: Any, call: Call, lists: Lists | None) -> None:
         """Launch over pages, or without ``lists`` over ragged K and V with q's indptr."""
         mode = CUSTOM if call.mask is not None else CAUSAL if call.causal else NON_CAUSAL
@@ -167,6 +172,10 @@ class CudaCoreModule:
         """As it says at the end of its schedule (DecodePlanInfo)."""
         return bool(info[-1])
 
+    def runs(self, space: Space, info: Any) -> RunFields | None:
+        """None: lengths are read from page lists."""
+        return None
+
     def run(self, space: Space, info: Any, call: Call, lists: Lists | None) -> None:
         """Launch over pages."""
         assert lists is not None
@@ -187,7 +196,7 @@ class LatentModule:
     functions: Any
 
     def plan(self, space: Space, sizes: Sizes) -> Any:
-        """The schedule; it carries the lengths, so it serves one step."""
+        """The schedule; it carries the lengths: see ``latent``."""
         return self.functions.plan(
             *space,
             *(sizes.q_indptr, sizes.kv_indptr, sizes.kv_tokens, sizes.q_heads),
@@ -197,6 +206,10 @@ class LatentModule:
     def splits(self, info: Any) -> bool:
         """Its schedules are made for lengths."""
         return True
+
+    def runs(self, space: Space, info: Any) -> RunFields | None:
+        """Where ``plan`` has put them."""
+        return fields_of(info, space.pinned)
 
     def run(self, space: Space, info: Any, call: Call, lists: Lists | None) -> None:
         """Launch over pages."""

@@ -4,6 +4,7 @@ A plan splits the batch among thread blocks. The kernels read true lengths from 
 a decode plan that keeps requests whole names no lengths at all: where there are too many to split
 it serves every batch of its size, else until they have grown by a quarter. One that splits them is
 made for ``HEADROOM`` more than they are, and used until a request outgrows it or the batch changes.
+Latent attention alone carries lengths in its plan: ``latent`` puts new ones in.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from kvfactory.errors import BooksError, Problem
 from kvfactory.flashinfer_runtime.calls import Module, Sizes, Space
 from kvfactory.flashinfer_runtime.choose import KernelName, Kernels, Shape
+from kvfactory.flashinfer_runtime.latent import Runs, runs_of
 from kvfactory.flashinfer_runtime.partials import Grid
 from kvfactory.flashinfer_runtime.spaces import PlanArea
 from kvfactory.flashinfer_runtime.work import Counts, Work, indptr
@@ -106,6 +108,9 @@ class Planner:
         area.uses += 1
         if isinstance(held, Held) and held.fits(key, work, area.uses):
             return held.space, held.info
+        if isinstance(held, Carrying) and held.key == key and self._carries(ask):
+            if held.runs.fits(self._seen(work)):
+                return self._rewritten(area, held, work)
         parts = self._parts(ask, step)
         whole = self._whole(ask, parts)
         pages = work.lengths.pages
@@ -118,8 +123,28 @@ class Planner:
         info = self.module(ask).plan(space, self._sizes(step, ask, pages, parts, graph))
         staging.mark()
         self.made += 1
-        area.holder = self._held(ask, whole, Held(key, space, info, pages, 0, False))
+        if self._carries(ask):
+            area.holder = self._carrying(ask, key, space, info)
+        else:
+            area.holder = self._held(ask, whole, Held(key, space, info, pages, 0, False))
         return space, info
+
+    def _carries(self, ask: Ask) -> bool:
+        """Whether the plan carries lengths that later steps can replace."""
+        return self.shape.latent and ask.work.decodes and not ask.causal
+
+    def _carrying(self, ask: Ask, key: object, space: Space, info: Any) -> Carrying | None:
+        fields = self.module(ask).runs(space, info)
+        runs = runs_of(fields, space.pinned, self._seen(ask.work)) if fields else None
+        return Carrying(key, space, info, runs) if runs else None
+
+    def _rewritten(self, area: PlanArea, held: Carrying, work: Work) -> tuple[Space, Any]:
+        """The plan ``held`` by ``area``, with the lengths of ``work`` put in."""
+        space, staging = area.next()
+        first = indptr(work.lengths.pages)
+        held.runs.write(space.pinned, space.ints, first, self._seen(work))
+        staging.mark()
+        return held.space, held.info
 
     def _held(self, ask: Ask, whole: bool, plan: Held) -> Held | None:
         """``plan`` with the lengths that it may be used for again, if any."""
@@ -145,11 +170,10 @@ class Planner:
         shape, work = self.shape, ask.work
         page_tokens = 1 if ask.ragged else shape.page_tokens
         lengths = work.lengths
-        seen = lengths.tokens - lengths.first_page * page_tokens
         return Sizes(
             q_indptr=torch.from_numpy(indptr(lengths.q_tokens)),
             kv_indptr=torch.from_numpy(indptr(pages)),
-            kv_tokens=torch.from_numpy(np.maximum(seen, 0).astype(np.int32)),
+            kv_tokens=torch.from_numpy(self._seen(work, page_tokens).astype(np.int32)),
             rows=self._rows(work, step) if graph else work.rows,
             q_heads=shape.q_heads,
             kv_heads=shape.kv_heads,
@@ -163,6 +187,13 @@ class Planner:
             idle_blocks=self.grid.idle_blocks(parts),
             soft_cap=shape.soft_cap,
         )
+
+    def _seen(self, work: Work, page_tokens: int = 0) -> Counts:
+        """Tokens of each request from the first page on that the step can see, int64 [batch]."""
+        lengths = work.lengths
+        before = lengths.first_page * (page_tokens or self.shape.page_tokens)
+        seen: Counts = np.maximum(lengths.tokens - before, 0)
+        return seen
 
     def _rows(self, work: Work, step: Step) -> int:
         """Rows that a graph's plan holds for.
@@ -224,3 +255,12 @@ class Held(NamedTuple):
             return True
         spare = self.most - work.lengths.pages
         return bool(spare.min() >= 0 and spare.sum() <= self.slack)
+
+
+class Carrying(NamedTuple):
+    """What an area of latent attention holds: a plan whose ``runs`` take new lengths."""
+
+    key: object
+    space: Space
+    info: Any
+    runs: Runs

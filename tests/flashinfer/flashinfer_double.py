@@ -12,12 +12,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from flashinfer_plans import Taken, decode_plan, prefill_plan
+from flashinfer_plans import (
+    Taken,
+    decode_plan,
+    latent_lengths,
+    latent_plan,
+    prefill_plan,
+)
 from flashinfer_tape import Tape
 from torch import Tensor
 
 from kvfactory.flashinfer_runtime.calls import Call, Lists, Module, Sizes, Space, XqaCall
 from kvfactory.flashinfer_runtime.choose import ModuleKey
+from kvfactory.flashinfer_runtime.latent import RunFields
 
 H200_SMS = 132
 
@@ -75,7 +82,19 @@ class DoubleModule:
         self.library.plans.append((self.key, copies))
         number = len(self.library.plans)
         self.library.memory[space.ints.data_ptr()] = (number, copies)
+        if self._latent_decode(sizes):
+            ints = torch.from_numpy(latent_plan(sizes, H200_SMS).ints)
+            space.pinned[: len(ints)] = ints
+            space.ints[: len(ints)] = ints
         return number
+
+    def _latent_decode(self, sizes: Sizes) -> bool:
+        one_row = bool((sizes.q_indptr.diff() == 1).all())
+        return self.key.kernel.startswith("mla") and one_row and not sizes.causal
+
+    def runs(self, space: Space, info: int) -> RunFields | None:
+        sizes = self.library.plans[info - 1][1]
+        return latent_plan(sizes, H200_SMS).fields if self._latent_decode(sizes) else None
 
     def splits(self, info: int) -> bool:
         sizes = self.library.plans[info - 1][1]
@@ -102,6 +121,11 @@ class DoubleModule:
                 assert len(sizes.kv_tokens) == len(first.kv_tokens)
             else:
                 assert number == info, "the plan was overwritten before its launch"
+            if self._latent_decode(sizes):
+                fields = latent_plan(sizes, H200_SMS).fields
+                first, tokens = latent_lengths(space.ints, fields, len(sizes.kv_tokens))
+                ends = torch.cat([first, first[-1:]])
+                sizes = sizes._replace(kv_indptr=ends, kv_tokens=tokens)
             self._answer(call, lists, sizes)
 
         self.library.launch(work)

@@ -5,12 +5,16 @@ Used where no FlashInfer is: the double refuses plans that the real one would re
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvfactory.flashinfer_runtime.calls import Sizes
+from kvfactory.flashinfer_runtime.latent import RunFields
 from kvfactory.flashinfer_runtime.partials import query_tile
 
 INDEX, FLOAT = 4, 4
@@ -88,3 +92,58 @@ def decode_plan(sizes: Sizes, sms: int, blocks_per_sm: int) -> Taken:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 16) * 16
+
+
+MOST_RUNS = 16384
+
+
+class LatentPlan(NamedTuple):
+    """``MLAPlan`` of decodes: bytes as it lays them, and where."""
+
+    ints: NDArray[np.uint8]
+    fields: RunFields
+
+
+def latent_plan(sizes: Sizes, sms: int) -> LatentPlan:
+    """Runs of at most an even share of all keys, dealt to the block with the least to do."""
+    cluster = 2 if sizes.q_heads > 64 else 1
+    blocks, tile = sms // cluster, 64 * cluster
+    tokens, first = sizes.kv_tokens.tolist(), sizes.kv_indptr.tolist()
+    share = -(-sum(tokens) * -(-sizes.q_heads // tile) // blocks)
+    limits = {8: 32, 16: 64, 32: 128, 64: 192}
+    limit = next((n for most, n in limits.items() if share <= most), -(-share // 256) * 256)
+    costs = [(0.0, block) for block in range(blocks)]
+    work: list[list[tuple[int, ...]]] = [[] for _ in range(blocks)]
+    for row, length in enumerate(tokens):
+        for _ in range(-(-sizes.q_heads // tile)):
+            for start in range(0, max(length, 1), limit):
+                end = min(start + limit, length)
+                cost, block = heappop(costs)
+                heappush(costs, (cost + 2 * tile + end - start, block))
+                work[block].append((row, first[row], length, start, end))
+    runs = np.array([run for own in work for run in own], np.int32).reshape(-1, 5)
+    ints = np.zeros(5 * 4 * MOST_RUNS, np.uint8)
+    offsets = [4 * MOST_RUNS * number for number in range(5)]
+    fields = RunFields(*offsets, len(runs))
+    for offset, values in zip(offsets, runs.T, strict=True):
+        ints[offset : offset + 4 * len(runs)] = np.ascontiguousarray(values).view(np.uint8)
+    return LatentPlan(ints, fields)
+
+
+def latent_lengths(workspace: Tensor, fields: RunFields, batch: int) -> tuple[Tensor, Tensor]:
+    """What the runs in ``workspace`` cover: first page and tokens of each request, int32 [batch].
+
+    Every request is covered from its first key to its last, once for each tile of heads.
+    """
+    columns = (fields.row, fields.pages, fields.length, fields.start, fields.end)
+    runs = np.stack([fields.of(workspace, offset) for offset in columns], axis=1)
+    found = np.zeros((batch, 2), np.int32)
+    for row in range(batch):
+        own = np.unique(runs[runs[:, 0] == row], axis=0)
+        own = own[np.argsort(own[:, 3])]
+        assert len({tuple(run[1:3]) for run in own.tolist()}) == 1, "one length a request"
+        assert own[0, 3] == 0
+        assert own[-1, 4] == own[0, 2]
+        assert (own[1:, 3] == own[:-1, 4]).all(), "runs adjoin"
+        found[row] = own[0, 1:3]
+    return torch.from_numpy(found[:, 0].copy()), torch.from_numpy(found[:, 1].copy())
