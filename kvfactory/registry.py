@@ -27,6 +27,8 @@ class Named(Protocol):
 
 T = TypeVar("T", bound=Named)
 
+BUILT_IN = "built-in"
+
 
 class Registry(Generic[T]):
     """The plugins of one axis.
@@ -66,7 +68,7 @@ class Registry(Generic[T]):
     def origin(self, name: str) -> str:
         """``built-in`` or the distribution that brings the plugin."""
         if name in self._builtin:
-            return "built-in"
+            return BUILT_IN
         return ", ".join(_owner(entry) for entry in self._foreign.get(name, ()))
 
     def get(self, name: str, path: str) -> T:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvfactory.backends import BACKENDS
 from kvfactory.config.confdirs import conf_dirs
-from kvfactory.layouts import LAYOUTS
+from kvfactory.layouts import LAYOUTS, Layout
 from kvfactory.memory import MEMORIES
-from kvfactory.quant import SCHEMES
+from kvfactory.quant import SCHEMES, Scheme
+from kvfactory.registry import BUILT_IN, Registry
 from kvfactory.spec import Spec
 
 _HEAD = ("use", "what", "origin")
@@ -43,7 +45,19 @@ def _summary(option: Path) -> str:
     return next((text for text in comments if not text.startswith("@package")), "")
 
 
+def _said(name: str, registry: Registry[Any]) -> str:
+    """What a built-in layout or format is, in a line; presets say it of the others."""
+    match registry.get(name, registry.axis):
+        case Layout() as layout:
+            return f": {layout.k}"
+        case Scheme() as scheme:
+            return f": {scheme.summary}"
+    return ""
+
+
 def _plugins() -> Iterator[tuple[str, str, str]]:
+    """Third-party plugins by name alone: listing loads none of them."""
     for registry in _REGISTRIES:
         for name in registry.names():
-            yield name, f"{registry.axis} plugin", registry.origin(name)
+            said = _said(name, registry) if registry.origin(name) == BUILT_IN else ""
+            yield name, f"{registry.axis} plugin{said}", registry.origin(name)

@@ -22,7 +22,7 @@ from kvfactory.books.step import StateStep, TableStep
 from kvfactory.books.table import NO_COPIES, PageTable
 from kvfactory.errors import OutOfPages
 
-_FIX = "close or release something, or raise memory.budget"
+_FIX = "close or release something, or plan for more (action=explain says what binds)"
 
 
 def require(*wanted: tuple[Allocator, int]) -> None:
