@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvfactory.kernels.baked import AxisSteps, Part
 from kvfactory.kinds import align_up, ceil_div
-from kvfactory.layouts.placement import Strided
+from kvfactory.layouts import Strided, axis_name
 from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 
 PROGRAM_BYTES = 4096
@@ -43,7 +43,7 @@ def placed(place: Strided, stateful: bool) -> Placed:
     """``place`` taken apart; in state groups no axis is a slot."""
     pairs = dict(zip(place.axes, zip(place.shape, place.strides, strict=True), strict=True))
     rest = [label for label in place.axes if label not in ("layer", "page")]
-    slots = [label for label in rest if axis_of(label) == "slot" and not stateful]
+    slots = [label for label in rest if axis_name(label) == "slot" and not stateful]
     own = [label for label in rest if label not in slots]
     return Placed(
         layer=pairs["layer"],
@@ -54,11 +54,6 @@ def placed(place: Strided, stateful: bool) -> Placed:
         offset=place.offset,
         itemsize=place.itemsize,
     )
-
-
-def axis_of(label: str) -> str:
-    """The axis of a label: ``dim`` for ``dim/16`` and ``dim%16``."""
-    return label.split("/")[0].split("%")[0]
 
 
 def axis_steps(dims: Sequence[tuple[int, int]]) -> AxisSteps:

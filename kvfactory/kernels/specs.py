@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from kvfactory.kernels.baked import ConstantSpec, CopySpec, PlaneSpec, RowsSpec, TensorSpec
 from kvfactory.kernels.parts import (
-    axis_of,
     axis_steps,
     byte_image,
     byte_parts,
@@ -16,6 +15,7 @@ from kvfactory.kernels.parts import (
     placed,
     plane_parts,
 )
+from kvfactory.layouts import axis_name
 from kvfactory.planning.cacheplan import ConstantPlan, GroupPlan, PlanePlan, TensorPlan
 from kvfactory.pools import GroupViews
 from kvfactory.quant.codec import DeviceCodec
@@ -123,7 +123,7 @@ def _plane(group: GroupPlan, plane: PlanePlan, rows: Sequence[str], axis: str) -
     spot = placed(plane.place, group.kind == "linear")
     own: dict[str, list[tuple[int, int]]] = {}
     for label, (extent, step) in zip(spot.own_labels, spot.own, strict=True):
-        own.setdefault(axis_of(label), []).append((extent, step // size))
+        own.setdefault(axis_name(label), []).append((extent, step // size))
     slot = tuple((extent, step // size) for extent, step in spot.slot)
     page = spot.page[1] // size
     along = own.get(axis, [])

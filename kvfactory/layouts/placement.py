@@ -45,6 +45,16 @@ class Strided:
     offset: int
     itemsize: int
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page (or state slot) of one layer, without padding."""
+        return math.prod(self.shape[2:]) * self.itemsize
+
+
+def axis_name(label: str) -> str:
+    """The axis of a label in ``Strided.axes``: ``dim`` for ``dim/16`` and ``dim%16``."""
+    return label.split("/")[0].split("%")[0]
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -26,6 +26,13 @@ def resolve_layout(k: str, v: str | None, scale: str | None, path: str) -> Layou
     return base
 
 
+def layout_name(pattern: str) -> str:
+    """The catalog's name of ``pattern`` for K, empty for one that is not in it."""
+    known = [LAYOUTS.get(name, "layout") for name in LAYOUTS.names()]
+    same = sorted((each for each in known if each.k == pattern), key=lambda each: bool(each.scale))
+    return same[0].name if same else ""
+
+
 def _one(text: str, family: str, path: str) -> Layout:
     """A value with ``plane`` in it is a pattern, else the name of a layout."""
     return Layout("custom", text) if "plane" in text.split() else LAYOUTS.get(text, path)

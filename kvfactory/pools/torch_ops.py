@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kvfactory.errors import Problem, SpecError
+from kvfactory.layouts import axis_name
 from kvfactory.planning.cacheplan import GroupPlan, PlanePlan, TensorPlan
 from kvfactory.pools.ops import Keep
-from kvfactory.pools.views import GroupViews, axis_name
+from kvfactory.pools.views import GroupViews
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfactory.dtypes import itemsize
 from kvfactory.errors import BuildError, Problem
 from kvfactory.kinds import align_up
+from kvfactory.layouts import axis_name
 from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 from kvfactory.quant import Codec, resolve_codec
 from kvfactory.quant.numerics import torch_dtype
@@ -125,18 +125,12 @@ def _own_shape(group: GroupPlan, plane: PlanePlan) -> tuple[int, ...]:
     return tuple(extent for name, extent in sizes.items() if name not in skipped)
 
 
-def axis_name(label: str) -> str:
-    """The axis of a label: ``dim`` for ``dim/16`` and ``dim%16``."""
-    return label.split("/")[0].split("%")[0]
-
-
 def _image(group: GroupPlan) -> tuple[dict[str, int], int]:
     """Where every plane starts in a packed page, and the bytes of one."""
     offsets, cursor = {}, 0
     for plane in group.planes:
         offsets[plane.key] = cursor
-        shape = plane.place.shape
-        num_bytes = itemsize(plane.dtype) * shape[0] * math.prod(shape[2:])
+        num_bytes = plane.place.shape[0] * plane.place.page_bytes
         cursor = align_up(cursor + num_bytes, IMAGE_ALIGN_BYTES)
     return offsets, cursor
 

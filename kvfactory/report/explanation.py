@@ -5,7 +5,6 @@ Nothing here decides: verdicts are those of the planner, asked again with one se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 from kvfactory.backends.contract import BACKENDS, refusals
 from kvfactory.errors import KVFactoryError, Problem
 from kvfactory.kinds import KINDS, ceil_div
-from kvfactory.layouts import LAYOUTS
+from kvfactory.layouts import LAYOUTS, layout_name
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import (
     Attention,
     CachePlan,
     GroupPlan,
-    PlanePlan,
     Select,
     TablePlan,
 )
@@ -118,21 +116,16 @@ def explain(laid: CachePlan, spec: Spec) -> Explanation:
 
 def _stored(group: GroupPlan) -> Iterator[Stored]:
     for tensor in group.tensors:
-        row_bytes = sum(_page_bytes(plane) for plane in tensor.planes) / group.page_slots
+        row_bytes = sum(plane.place.page_bytes for plane in tensor.planes) / group.page_slots
         elements = tensor.logical.elements
         bits = 8 * row_bytes / elements
         role = tensor.logical.role
         yield Stored(group.name, tensor.name, role, tensor.quant, elements, row_bytes, bits)
 
 
-def _page_bytes(plane: PlanePlan) -> int:
-    """Bytes of one page (or state slot) of one layer, without padding."""
-    return math.prod(plane.place.shape[2:]) * plane.place.itemsize
-
-
 def _waste(laid: CachePlan, group: GroupPlan) -> Waste:
     rows = {row.what: row.num_bytes for row in laid.rows if row.owner == group.name}
-    page = len(group.layers) * sum(_page_bytes(plane) for plane in group.planes)
+    page = len(group.layers) * sum(plane.place.page_bytes for plane in group.planes)
     request, useful = _request_bytes(laid, group, page)
     return Waste(
         group=group.name,
@@ -182,19 +175,12 @@ def _layouts(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
     kv = spec.kv
     for granularity in dict.fromkeys(KINDS[group.kind].granularity for group in laid.groups):
         members = [g for g in laid.groups if KINDS[g.kind].granularity == granularity]
-        own = {_layout_name(group.layout) for group in members}
+        own = {layout_name(group.layout) for group in members}
         for name in LAYOUTS.names():
             changed = {**dict(kv.layout), granularity: LayoutFamilies(k=name)}
             layout = Layouts.model_construct(**changed)
             taken = name in own
             yield _trial(spec, f"kv.layout.{granularity}={name}", taken, kv={"layout": layout})
-
-
-def _layout_name(pattern: str) -> str:
-    """The catalog's name of a pattern, empty for one that is not in it."""
-    known = [LAYOUTS.get(name, "kv.layout") for name in LAYOUTS.names()]
-    same = sorted((each for each in known if each.k == pattern), key=lambda each: bool(each.scale))
-    return same[0].name if same else ""
 
 
 def _quants(laid: CachePlan, spec: Spec) -> Iterator[Trial]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from io import StringIO
 
-from kvfactory.layouts import LAYOUTS
-from kvfactory.planning.cacheplan import CachePlan, GroupPlan, PlanePlan, StatePlan, TablePlan
+from kvfactory.layouts import layout_name
+from kvfactory.planning.cacheplan import CachePlan, GroupPlan, StatePlan, TablePlan
 from kvfactory.sizing import request_pages
 
 _RIGHT = frozenset("0123456789")
@@ -86,7 +85,7 @@ def _group_head() -> tuple[str, ...]:
 
 
 def _group_cells(group: GroupPlan) -> tuple[str, ...]:
-    entry_bytes = sum(_page_bytes(plane) for plane in group.planes)
+    entry_bytes = sum(plane.place.page_bytes for plane in group.planes)
     elements = group.page_slots * sum(tensor.logical.elements for tensor in group.tensors)
     page_tokens = group.page_slots * group.tokens_per_entry
     total = entry_bytes * len(group.layers)
@@ -95,18 +94,13 @@ def _group_cells(group: GroupPlan) -> tuple[str, ...]:
         group.name,
         group.kind,
         f"{len(group.layers)}: {_layers(group.layers)}",
-        _layout(group.layout),
+        layout_name(group.layout) or f"'{group.layout}'",
         _quants(group),
         f"{8 * entry_bytes / elements:.2f}",
         "-" if stateful else f"{total / page_tokens:,.0f}",
         size(total),
         group.choice.backend if group.choice else "-",
     )
-
-
-def _page_bytes(plane: PlanePlan) -> int:
-    """Bytes of one page (or state slot) of one layer, without padding."""
-    return math.prod(plane.place.shape[2:]) * plane.place.itemsize
 
 
 def _layers(layers: Sequence[int]) -> str:
@@ -116,14 +110,6 @@ def _layers(layers: Sequence[int]) -> str:
         return f"{layers[0]}-{layers[-1]}{every}" if len(layers) > 1 else str(layers[0])
     shown = ", ".join(map(str, layers[:4]))
     return shown if len(layers) <= 4 else f"{shown} .. {layers[-1]}"
-
-
-def _layout(text: str) -> str:
-    """The catalog's name of a pattern, else the pattern."""
-    known = [LAYOUTS.get(name, "layout") for name in LAYOUTS.names()]
-    same = [layout for layout in known if layout.k == text]
-    plain = [layout for layout in same if layout.scale is None]
-    return (plain or same)[0].name if same else f"'{text}'"
 
 
 def _quants(group: GroupPlan) -> str:
