@@ -1,11 +1,12 @@
 """Pools: one implementation of every operation over all planes, whatever the layout and format."""
 
 from kvfactory.pools.image import PageImage
+from kvfactory.pools.manifest import Manifest
 from kvfactory.pools.ops import Keep, MakeOps, Ops
 from kvfactory.pools.pool import PlaneBytes, Pool, Write
 from kvfactory.pools.slices import Slicing
 from kvfactory.pools.torch_ops import TorchOps
-from kvfactory.pools.transfer import Copy, Manifest, Region, copies
+from kvfactory.pools.transfer import Copy, Region, copies
 from kvfactory.pools.views import GroupViews, group_views
 
 __all__ = [

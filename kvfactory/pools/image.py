@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvfactory.errors import Problem
+from kvfactory.pools.manifest import Manifest
 from kvfactory.pools.ops import Ops
-from kvfactory.pools.transfer import Manifest
 from kvfactory.pools.views import GroupViews
 
 CHUNK_BYTES = 64 * 2**20

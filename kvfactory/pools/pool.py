@@ -27,6 +27,7 @@ from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import checks, image, slices, transfer
 from kvfactory.pools.constants import assign, fill_defaults, keys
 from kvfactory.pools.ids import Ids, as_ids, disjoint, flat_ids, host_ids, sent
+from kvfactory.pools.manifest import Manifest, manifest_of
 from kvfactory.pools.ops import Keep, MakeOps, Ops
 from kvfactory.pools.torch_ops import TorchOps
 from kvfactory.pools.views import group_views
@@ -312,7 +313,7 @@ class Pool:
     def _runs(self) -> tuple[transfer.Region, ...]:
         return transfer.regions(self.group)
 
-    def manifest(self) -> transfer.Manifest:
+    def manifest(self) -> Manifest:
         """What the other side of a transfer must match."""
         checks.storage(self.bound)
-        return transfer.manifest(self.bound, self._runs)
+        return manifest_of(self.bound, self._runs)
