@@ -63,6 +63,9 @@ class Sixteenths:
         halves = codes.unflatten(-1, (2, -1)) * planes["step"].unsqueeze(-1)
         return halves.flatten(-2).to(torch_dtype(dtype))
 
+    def device(self, tensor: Logical) -> None:
+        return None
+
 
 def _make(options: Options) -> Codec:
     return Sixteenths()
