@@ -111,10 +111,9 @@ class StepBuffers:
         self._settle()
         number = record.serial % self._depth
         self._held[number] = self._waiting = Filled(record, self._size(record))
-        short = [n for n in range(record.since, record.serial) if n in self._shortened]
-        if short:
-            self._make(number)
-            self._shorten([self._shortened[n] for n in short], number)
+        earlier = range(record.since, record.serial)
+        if short := [self._shortened[n] for n in earlier if n in self._shortened]:
+            self._make(number, short)
         return self._step(record, number, number, None)
 
     def fill_graph(
@@ -142,13 +141,20 @@ class StepBuffers:
         if self._waiting is not None:
             self._make(self._waiting.record.serial % self._depth)
 
-    def _make(self, number: int) -> None:
-        """Send the step that set ``number`` holds and build its index, unless it is done."""
+    def _make(self, number: int, earlier: Sequence[Shortened] = ()) -> None:
+        """Send the step that set ``number`` holds, unless it is there, and build its index.
+
+        What ``earlier`` steps have lost is taken off its lengths.
+        """
         held = self._held[number]
+        if held.made and not earlier:
+            return
         if not held.made:
             held.made = True
             self._send(held.record, number, number, self._updates_of(held.record))
-            self.indexer.build(number, held.size)
+        for step in earlier:
+            self._subtract(step, number)
+        self.indexer.build(number, held.size)
 
     def _updates_of(self, record: StepRecord) -> Int32:
         """Changes of device tables that ``record`` brings, int32 [n, 4]; none if they are there."""
@@ -239,8 +245,7 @@ class StepBuffers:
         self._shortened[serial] = shortened = Shortened(record, lost)
         for later, held in self._held.items():
             if held.record.since <= serial < held.record.serial:
-                self._make(later)
-                self._shorten([shortened], later)
+                self._make(later, [shortened])
 
     def _reject(self, number: int, counts: Int32, accepted: Tensor) -> None:
         """Fill ``rejected`` of set ``number``: ``counts`` int32 [batch] without ``accepted``."""
@@ -250,12 +255,6 @@ class StepBuffers:
         else:
             rejected.copy_(self._sent_apart(counts))
         rejected.sub_(accepted)
-
-    def _shorten(self, earlier: Sequence[Shortened], number: int) -> None:
-        """Take what ``earlier`` steps have lost off the step in set ``number``; its index anew."""
-        for step in earlier:
-            self._subtract(step, number)
-        self.indexer.build(number, self._held[number].size)
 
     def _subtract(self, earlier: Shortened, number: int) -> None:
         """Take what ``earlier`` has lost off the lengths in set ``number``."""
