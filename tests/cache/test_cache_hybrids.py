@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cache_support import Feed, cache_of, some_tokens
+from gpu_here import this_gpu
 from torch import Tensor
 
 from kvfactory.books import Segment
@@ -83,10 +84,7 @@ DEVICES = [
 def hybrid(model: str, device: str, layout: str, engine: dict[str, Any]) -> Cache:
     parts: dict[str, Any] = {}
     if device == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        sm, num_sms = card.major * 10 + card.minor, card.multi_processor_count
-        parts["device"] = {"name": "here", "type": "cuda", "sm": sm, "num_sms": num_sms}
-        parts["backend"] = {"name": "torch"}
+        parts = {"device": this_gpu(), "backend": {"name": "torch"}}
     kv = {"quant": QUANT, "layout": LAYOUTS[layout], "page_tokens": 16}
     return cache_of(MODELS[model], model={"num_layers": 3}, kv=kv, engine=engine, **parts)
 

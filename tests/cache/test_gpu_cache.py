@@ -5,13 +5,12 @@ What a step makes on the device is what the books say; nothing is compiled after
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from cache_support import MODELS, Driver, Feed, cache_of, close_to, scratch, some_tokens
+from gpu_here import no_waiting, this_gpu
 from test_cache_lengths import UNDECIDED, check_agreement
 
 from kvfactory.cache import Cache
@@ -29,27 +28,11 @@ ATTENDING = sorted(
 
 
 def _here() -> dict[str, Any]:
-    card = torch.cuda.get_device_properties(0)
-    device = {
-        "name": "here",
-        "type": "cuda",
-        "sm": card.major * 10 + card.minor,
-        "num_sms": card.multi_processor_count,
-    }
-    return {"device": device, "backend": {"name": "torch"}}
+    return {"device": this_gpu(), "backend": {"name": "torch"}}
 
 
 def _cache(model: str, **parts: Any) -> Cache:
     return cache_of(model, **_here(), **parts)
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("model", ATTENDING)
@@ -71,7 +54,7 @@ def test_writing_waits_for_nothing() -> None:
     feed.run(step, some_tokens(9))
     k, v = torch.randn(9, 32, device="cuda"), None
     keys = torch.randn(2, 16, device="cuda")
-    with _no_waiting():
+    with no_waiting():
         cache.write(0, step, k=k, v=v, index_k=keys)
 
 
@@ -85,7 +68,7 @@ def test_steps_wait_for_nothing() -> None:
     sequences = cache.open(2)
     graph = cache.graph(3, tokens=2)
     counts = torch.tensor([1, 2], device="cuda")
-    with _no_waiting():
+    with no_waiting():
         cache.commit(cache.extend(sequences, [22, 5]))
         cache.fork(sequences[0], 1)
         for _ in range(6):
@@ -96,7 +79,7 @@ def test_steps_wait_for_nothing() -> None:
             cache.commit(second)
             torch.cuda._sleep(1_000_000)
     torch.cuda.synchronize()
-    with _no_waiting():
+    with no_waiting():
         step = cache.extend(sequences, 4, [-1, 0, 0, 1] * 2)
         cache.commit(step, [[0, 2], [0]])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_here import this_gpu
 
 from kvfactory.builder import build
 from kvfactory.cache import Cache
@@ -96,10 +97,7 @@ def test_cross_attention_passes() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("case", list(CASES))
 def test_caches_pass_on_a_gpu(case: str) -> None:
-    card = torch.cuda.get_device_properties(0)
-    sm = card.major * 10 + card.minor
-    device = {"name": "gpu", "type": "cuda", "sm": sm, "num_sms": card.multi_processor_count}
-    planned = plan(spec(**CASES[case], device=device, backend={"name": "torch"}))
+    planned = plan(spec(**CASES[case], device=this_gpu(), backend={"name": "torch"}))
     verifier = Verifier(planned, device="cuda")
     run(build(planned), verifier)
     assert all(verdict.passed for verdict in verifier.verdicts())

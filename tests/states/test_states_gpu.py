@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from gpu_here import no_waiting, this_gpu
 from states_support import REPLAYED, RULES, Loop
 
 pytestmark = [
@@ -16,21 +15,6 @@ pytestmark = [
 ]
 
 DRAFTS = 3
-
-
-def _device() -> dict[str, Any]:
-    card = torch.cuda.get_device_properties(0)
-    sm = card.major * 10 + card.minor
-    return {"name": "here", "type": "cuda", "sm": sm, "num_sms": card.multi_processor_count}
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _ways(rule: str) -> list[dict[str, Any]]:
@@ -47,14 +31,14 @@ CELLS = [
 
 @pytest.mark.parametrize(("rule", "way"), CELLS)
 def test_counts_on_the_device_decide_without_waiting(rule: str, way: dict[str, Any]) -> None:
-    loop = Loop(rule, engine={"draft_tokens": DRAFTS, **way}, device=_device())
+    loop = Loop(rule, engine={"draft_tokens": DRAFTS, **way}, device=this_gpu())
     sequences = loop.open(2)
     loop.step(sequences, [7, 1])
     for taken in ([3, 1], [0, 4], [4, 2], [1, 0], [2, 3]):
         step = loop.cache.extend(sequences, [4, 4])
         _, inputs = loop.forward(step)
         counts = torch.tensor(taken, device="cuda")
-        with _no_waiting():
+        with no_waiting():
             loop.cache.commit(step, counts)
         torch.cuda.synchronize()
         for number, (sequence, accepted) in enumerate(zip(sequences, taken, strict=True)):
@@ -68,7 +52,7 @@ def test_counts_on_the_device_decide_without_waiting(rule: str, way: dict[str, A
 def test_the_loop_runs_on_a_gpu(rule: str) -> None:
     ring = {"state_replay": "decode_ring", "replay_tokens": 4} if rule in REPLAYED else {}
     engine = {"state_tracking": "two", **ring}
-    loop = Loop(rule, engine=engine, memory={"checkpoints": 2}, device=_device())
+    loop = Loop(rule, engine=engine, memory={"checkpoints": 2}, device=this_gpu())
     a, b = loop.open(2)
     loop.step([a, b], [9, 3])
     for _ in range(5):
