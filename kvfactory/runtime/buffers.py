@@ -204,8 +204,10 @@ class StepBuffers:
     def _sent_apart(self, numbers: Int32 | Int64) -> Tensor:
         """``numbers`` on the device, by a copy of their own."""
         host = torch.from_numpy(np.ascontiguousarray(numbers))
-        if self.device.type != "cuda" or not numbers.size:
-            return host.to(self.device)
+        if not numbers.size:  # there is nothing to pin
+            return host.new_empty(host.shape, device=self.device)
+        if self.device.type != "cuda":
+            return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _size(self, record: StepRecord) -> StepSize:
