@@ -24,8 +24,7 @@ from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.report.progress import track
 from kvfactory.report.tables import columns, plan_text
-from kvfactory.sizing import crowded_chunks
-from kvfactory.sizing.demand import FULL_SPEED_REQUESTS
+from kvfactory.sizing import chunk_tokens
 from kvfactory.spec import Spec
 from kvfactory.verify.attention import Verdict
 
@@ -122,7 +121,9 @@ def execute(laid: CachePlan) -> RunResult:
     built = time.perf_counter()
     effort = choose(laid)
     loop = Loop(cache, effort)
-    steps = schedule(effort.lengths, chunk_tokens(laid, effort.lengths), effort.quiet)
+    most = ceil_div(sum(effort.lengths), PREFILL_STEPS)
+    chunk = min(most, chunk_tokens(laid.tables, laid.spec, len(effort.lengths)))
+    steps = schedule(effort.lengths, chunk, effort.quiet)
     for counts, attended in track(steps, "verifying"):
         loop.step(counts, attended)
     loop.finish()
@@ -137,18 +138,6 @@ def execute(laid: CachePlan) -> RunResult:
         total_seconds=time.perf_counter() - started,
         verdicts=loop.verdicts(),
     )
-
-
-def chunk_tokens(laid: CachePlan, lengths: Sequence[int]) -> int:
-    """Prompt tokens a step: as planned, or as many as there are pages for beside the others.
-
-    At least ``PREFILL_STEPS`` steps of them make up the prompts of requests of ``lengths``.
-    """
-    spec, most = laid.spec, [ceil_div(sum(lengths), PREFILL_STEPS)]
-    if len(lengths) > FULL_SPEED_REQUESTS:  # then a plan speaks of chunks of one request
-        most.append(spec.workload.mean_tokens or spec.workload.tokens)
-    crowded = crowded_chunks(laid.tables, spec, len(lengths)).values()
-    return min(spec.engine.prefill_chunk_tokens, *most, *crowded)
 
 
 def schedule(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfactory.flashinfer_runtime.work import Counts, Lengths
+from kvfactory.pools.ids import sent
 
 
 class Packed(NamedTuple):
@@ -90,11 +91,11 @@ def _pack(bits: Tensor, starts: Counts, device: torch.device) -> Packed:
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
     packed = (bits.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
     ends = np.append(starts, len(packed)).astype(np.int32)
-    return Packed(packed, torch.from_numpy(ends).to(device, non_blocking=True))
+    return Packed(packed, sent(torch.from_numpy(ends), device))
 
 
 def _on(values: Counts, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device, non_blocking=True)
+    return sent(torch.from_numpy(np.ascontiguousarray(values, np.int64)), device)
 
 
 def ceil_div_all(values: Counts, by: int) -> Counts:

@@ -19,6 +19,7 @@ from kvfactory.flashinfer_runtime.partials import query_tile
 from kvfactory.flashinfer_runtime.plans import Ask, Planner
 from kvfactory.flashinfer_runtime.sizes import Slots
 from kvfactory.flashinfer_runtime.work import Counts, Work, indptr, work_of
+from kvfactory.pools.ids import sent
 from kvfactory.runtime.steps import Step
 
 NO_PAGE = -1
@@ -219,7 +220,7 @@ class Scheduler:
     ) -> Launch:
         """``launch`` over some batch entries, with page lists and rows of its own."""
         device, table = step.rows.device, step.tables[self.shape.table]
-        chosen = torch.from_numpy(entries).to(device, non_blocking=True)
+        chosen = sent(torch.from_numpy(entries), device)
         lists = new_lists(len(entries), int(part.lengths.pages.sum()), device)
         job = ListJob(
             pages=table.pages,
@@ -235,8 +236,8 @@ class Scheduler:
         starts = step.host.q_indptr[:-1][entries].astype(np.int64)
         rows = np.repeat(starts - own[:-1], part.lengths.q_tokens) + np.arange(part.rows)
         return launch._replace(
-            rows=torch.from_numpy(rows).to(device, non_blocking=True),
-            q_indptr=torch.from_numpy(own).to(device, non_blocking=True),
+            rows=sent(torch.from_numpy(rows), device),
+            q_indptr=sent(torch.from_numpy(own), device),
             lists=lists,
         )
 

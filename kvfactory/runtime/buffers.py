@@ -24,6 +24,7 @@ from kvfactory.books import StepRecord
 from kvfactory.books.ids import Int32, Int64
 from kvfactory.kinds import ceil_div
 from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.pools.ids import sent
 from kvfactory.runtime.fields import StepSize, field_views, table_views
 from kvfactory.runtime.indexing import Indexer, TorchIndexer
 from kvfactory.runtime.staging import (
@@ -203,12 +204,7 @@ class StepBuffers:
 
     def _sent_apart(self, numbers: Int32 | Int64) -> Tensor:
         """``numbers`` on the device, by a copy of their own."""
-        host = torch.from_numpy(np.ascontiguousarray(numbers))
-        if not numbers.size:  # there is nothing to pin
-            return host.new_empty(host.shape, device=self.device)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return sent(torch.from_numpy(np.ascontiguousarray(numbers)), self.device)
 
     def _size(self, record: StepRecord) -> StepSize:
         batch, tokens = len(record.rows), len(record.positions)

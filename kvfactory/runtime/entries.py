@@ -9,6 +9,7 @@ from torch import Tensor
 from kvfactory.books import StepRecord
 from kvfactory.books.ids import Int64
 from kvfactory.planning.cacheplan import GroupPlan
+from kvfactory.pools.ids import sent
 from kvfactory.runtime.steps import Step
 
 
@@ -35,7 +36,4 @@ def entry_slots(group: GroupPlan, step: Step) -> Tensor:
     ratio = group.tokens_per_entry
     if ratio == 1:
         return slots
-    tokens = torch.from_numpy(completing(step.host, ratio))
-    if slots.is_cuda:
-        tokens = tokens.pin_memory().to(slots.device, non_blocking=True)
-    return slots[tokens] // ratio
+    return slots[sent(torch.from_numpy(completing(step.host, ratio)), slots.device)] // ratio

@@ -4,6 +4,7 @@ One count, ``demand``, answers sizing, admission and allocation.
 """
 
 from kvfactory.sizing.demand import (
+    chunk_tokens,
     crowded_chunks,
     draft_tables,
     pages_for,
@@ -14,6 +15,7 @@ from kvfactory.sizing.demand import (
 from kvfactory.sizing.solve import solve
 
 __all__ = [
+    "chunk_tokens",
     "crowded_chunks",
     "draft_tables",
     "pages_for",

@@ -165,3 +165,11 @@ def crowded_chunks(tables: Iterable[TablePlan], spec: Spec, admitted: int) -> Ma
             if chunk < min(engine.prefill_chunk_tokens, mean):
                 found[table.name] = max(1, chunk)
     return found
+
+
+def chunk_tokens(tables: Iterable[TablePlan], spec: Spec, requests: int) -> int:
+    """Prompt tokens a step with which ``requests`` never run out of pages."""
+    chunks = [spec.engine.prefill_chunk_tokens]
+    if requests > FULL_SPEED_REQUESTS:  # of more, pages speak of one request's chunk
+        chunks.append(spec.workload.mean_tokens or spec.workload.tokens)
+    return min([*chunks, *crowded_chunks(tables, spec, requests).values()])

@@ -9,11 +9,12 @@ import torch
 from cache_support import MODELS, cache_of, spec_of
 from torch import Tensor
 
-from kvfactory.actions.effort import SECONDS, choose, request_lengths, sample, seconds
+from kvfactory.actions.effort import SECONDS, choose, sample, seconds
 from kvfactory.actions.loop import Loop
-from kvfactory.actions.run import chunk_tokens, execute, schedule
+from kvfactory.actions.run import execute, schedule
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import Recurrence, Select
+from kvfactory.sizing import chunk_tokens
 from kvfactory.verify.attention import Verdict
 from kvfactory.verify.index import IndexChecker
 from kvfactory.verify.workload import Workload
@@ -49,9 +50,8 @@ def test_many_requests_share_the_pages_of_a_window(requests: int) -> None:
     crowd = {"requests": requests, "tokens": 64}
     groups = {"local": {**MODELS["windows"]["local"], "layers": [0]}}
     laid = plan(spec_of(groups, workload=crowd, engine={"prefill_chunk_tokens": 512}))
-    lengths = request_lengths(laid)
-    assert chunk_tokens(laid, lengths[:4]) == -(-sum(lengths[:4]) // 3)
-    assert chunk_tokens(laid, lengths) < sum(lengths) // 8
+    assert chunk_tokens(laid.tables, laid.spec, 4) == 512
+    assert chunk_tokens(laid.tables, laid.spec, requests) <= 64
     assert execute(laid).passed
 
 

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
-
-
-class Bad(NamedTuple):
-    """Overrides and the parts of the one line that answers them."""
-
-    arguments: str
-    path: str
-    got: str
-    need: str
-    fix: str = ""
-
+from bad_input import Bad
 
 CASES = [
     # names of choices and keys
@@ -111,7 +101,7 @@ CASES = [
     ),
     Bad("model=hf", "model.path", "nothing", "mandatory", "model.path=..."),
     Bad("model.name=${nowhere}", "model.name", "'nowhere' not found", "a value that resolves"),
-    Bad("model.name=${model.name}", "", "", ""),
+    Bad("model.name=${model.name}", "model.name", "Recursive interpolation", "that resolves"),
     # Hydra's grammar
     Bad("kv.page_tokens=[1", "kv.page_tokens", "[1", "in Hydra's grammar"),
     Bad("kv.layout.tokens=page,layer", "kv.layout.tokens", "page,layer", "-m to sweep"),
@@ -154,15 +144,7 @@ def test_bad_input(case: Bad, cli: Callable[..., Any]) -> None:
     assert "Traceback" not in done.err
     assert not done.out
     assert done.files == ()
-    line = next((line for line in done.err.splitlines() if line.startswith(case.path)), "")
-    assert line, done.err
-    assert f"{case.path}: got " in line or not case.path
-    for part in (case.got, case.need, case.fix and f"; try {case.fix}"):
-        assert part.removeprefix("; try ") in line
-
-
-def test_there_are_enough() -> None:
-    assert len({case.arguments for case in CASES}) >= 40
+    assert case.answered(done.err), done.err
 
 
 def test_all_problems_of_a_stage_at_once(cli: Callable[..., Any]) -> None:

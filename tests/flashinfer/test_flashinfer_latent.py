@@ -9,6 +9,7 @@ from flashinfer_double import H200_SMS
 from flashinfer_plans import latent_lengths, latent_plan
 from flashinfer_scene import LATENT, Scene, plan_of
 
+from kvfactory.books import Sequence
 from kvfactory.flashinfer_runtime.calls import Sizes
 from kvfactory.flashinfer_runtime.latent import GROWTH, runs_of
 from kvfactory.flashinfer_runtime.work import indptr
@@ -70,7 +71,8 @@ def test_runs_that_begin_within_a_tile_get_no_other_lengths() -> None:
     assert runs_of(laid.fields, torch.from_numpy(laid.ints), tokens) is None
 
 
-def test_a_latent_plan_lasts_while_requests_grow() -> None:
+def prefilled() -> tuple[Scene, list[Sequence]]:
+    """Three requests of latent attention, of 900, 500 and 700 tokens."""
     scene = Scene(
         plan_of(
             {"full": LATENT},
@@ -78,9 +80,14 @@ def test_a_latent_plan_lasts_while_requests_grow() -> None:
             workload={"requests": 4, "tokens": 1200},
         )
     )
-    cache = scene.cache
-    sequences = cache.open(3)
+    sequences = scene.cache.open(3)
     scene.advance(sequences, [900, 500, 700])
+    return scene, sequences
+
+
+def test_a_latent_plan_lasts_while_requests_grow() -> None:
+    scene, sequences = prefilled()
+    cache = scene.cache
     before = len(scene.double.plans)
     steps = 30
     for number in range(steps):
@@ -94,16 +101,8 @@ def test_a_latent_plan_lasts_while_requests_grow() -> None:
 
 
 def test_a_latent_graph_takes_new_lengths_too() -> None:
-    scene = Scene(
-        plan_of(
-            {"full": LATENT},
-            engine={"prefill_chunk_tokens": 2200},
-            workload={"requests": 4, "tokens": 1200},
-        )
-    )
+    scene, sequences = prefilled()
     cache = scene.cache
-    sequences = cache.open(3)
-    scene.advance(sequences, [900, 500, 700])
     graph = scene.graph(3)
     group = scene.plan.groups[0]
     inputs = scene.inputs(group, 3)
