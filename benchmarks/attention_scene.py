@@ -12,7 +12,7 @@ from kvfactory.backends import AttentionRunner, Resources
 from kvfactory.backends.flashinfer import FlashInferBackend
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
-from kvfactory.cache import Cache, Parts
+from kvfactory.cache import Cache
 from kvfactory.flashinfer_runtime.bind import bind
 from kvfactory.flashinfer_runtime.calls import Library
 from kvfactory.flashinfer_runtime.library import installed
@@ -21,6 +21,7 @@ from kvfactory.kernels import ErrorWords, kernel_ops
 from kvfactory.planner import plan
 from kvfactory.pools import Pool
 from kvfactory.runtime.buffers import StepBuffers
+from kvfactory.runtime.parts import Parts
 from kvfactory.spec import Spec
 
 Q_HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -92,7 +93,7 @@ class Scene:
     def _randomize(self) -> None:
         for index in range(self.layers):
             for view in self.pool.views(index).values():
-                for part in view.split(4096):
+                for part in view.split(4096):  # type: ignore[no-untyped-call]
                     part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16))
 
     def normal(self, *shape: int) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,4 +164,4 @@ def hand_prefill(
     last = ((lengths - 1) % PAGE + 1).astype(np.int32)
     lists = (torch.from_numpy(x).cuda() for x in (q_indptr, indptr, indices, last))
     wrapper.plan(*lists, Q_HEADS, KV_HEADS, DIM, PAGE, causal=True, q_data_type=torch.bfloat16)
-    return [(lambda layer=layer: wrapper.run(q, scene.kv(layer))) for layer in range(scene.layers)]
+    return [partial(wrapper.run, q, scene.kv(layer)) for layer in range(scene.layers)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import kvfactory
 from kvfactory.calibration import Constants
+from kvfactory.planning.cacheplan import Attention
 from kvfactory.quant import SCHEMES, resolve_codec
 from kvfactory.quant.center import CenterOptions
 from kvfactory.reference import dense_attention, visible_keys
@@ -72,6 +73,7 @@ def error(scheme: str, draw: Callable[..., Tensor], center: bool) -> float:
     step = cache.extend(cache.open(1), [TOKENS])
     out = cache.attend(0, q, k, v, step)
     work = cache.plan.groups[0].work
+    assert isinstance(work, Attention)
     positions = torch.arange(TOKENS)
     want = dense_attention(q, k, v, visible_keys(work, positions, positions), work)
     return float((out - want).norm() / want.norm())

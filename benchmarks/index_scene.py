@@ -46,9 +46,9 @@ def index_calls() -> list[Call]:
     arena = torch.zeros(laid.bytes, dtype=torch.uint8, device="cuda")
     fields = {(f.table, f.name): f for f in laid.fields}
     for table in laid.tables:
-        size = (laid.limits.max_requests + 1) * table.row_pages
-        ids = torch.randint(1, table.num_pages, (size,), device="cuda")
-        _array(arena, table.offset, size).copy_(ids)
+        elements = (laid.limits.max_requests + 1) * table.row_pages
+        ids = torch.randint(1, table.num_pages, (elements,), device="cuda")
+        _array(arena, table.offset, elements).copy_(ids)
     rows = torch.randperm(BATCH, device="cuda") + 1
     for number in range(laid.limits.steps_in_flight):
         shift = number * laid.step_bytes

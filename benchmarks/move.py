@@ -88,8 +88,8 @@ def copy_calls(num_bytes: int) -> list[Call]:
 
 def copy(dst: Tensor, src: Tensor) -> None:
     """In pieces: one copy of 512 MiB was seen to take half as long again as two of 256 MiB."""
-    for to, piece in zip(dst.split(COPY_BYTES), src.split(COPY_BYTES), strict=True):
-        to.copy_(piece)
+    for start in range(0, len(dst), COPY_BYTES):
+        dst[start : start + COPY_BYTES].copy_(src[start : start + COPY_BYTES])
 
 
 def run_store(tokens_list: Sequence[int] = STORE_TOKENS) -> Results:
@@ -148,10 +148,10 @@ def run_copies() -> Results:
         scene = Scene(layout, quant, 2**16, layers=8)
         for pages in (64, 1024):
             cases = page_cases(scene, pages)
-            num_bytes = 2 * pages * scene.page_bytes
+            num_bytes = 2 * pages * scene.views.image_bytes
             times = race({"copy": copy_calls(num_bytes)} | cases, rounds=7)
             found[f"{layout} {quant} {pages} pages"] = summary(times, num_bytes)
-            kib = scene.page_bytes // 1024
+            kib = scene.views.image_bytes // 1024
             show(f"{pages} pages of {kib} KiB in 8 layers, {layout} {quant}", times, num_bytes)
     return found
 
@@ -189,7 +189,7 @@ def run_index() -> Results:
 def run_host() -> Results:
     scene = Scene("nhd", "plain", POOL_TOKENS)
     given, e = rows(64), entries(scene.views.num_pages, 64)
-    calls = {"write": partial(scene.ops.write, 0, e.slots, given, None)}
+    calls: dict[str, Call] = {"write": partial(scene.ops.write, 0, e.slots, given, None)}
     inputs = StoreInputs(64, scene.views.num_pages)
     append = flashinfer_append(scene, inputs, "NHD")
     if append:

@@ -23,7 +23,7 @@ class Timed:
 
 def graphed(calls: Sequence[Call], repeat: int) -> torch.cuda.CUDAGraph:
     """A graph of ``calls`` in order, ``repeat`` times over."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -64,7 +64,10 @@ def race(
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
     start.record()
     graph.replay()
     stop.record()

@@ -54,7 +54,12 @@ class Flights:
         """
         if len(self._queue) >= self.limit:
             got = f"{len(self._queue)} steps whose outcome is open"
-            fix = "commit the oldest step first, or raise engine.steps_in_flight"
+            fix = "raise engine.steps_in_flight, or first "
+            fix += (
+                "commit the oldest step"
+                if self._queue[0].accepted is None
+                else "wait until the counts of the oldest step have come from the device"
+            )
             raise BooksError(Problem("extend", got, f"fewer than {self.limit}", fix))
 
     @property

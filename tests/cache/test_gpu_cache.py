@@ -71,14 +71,15 @@ def test_steps_wait_for_nothing() -> None:
     with no_waiting():
         cache.commit(cache.extend(sequences, [22, 5]))
         cache.fork(sequences[0], 1)
-        for _ in range(6):
+    for _ in range(6):
+        with no_waiting():
+            torch.cuda._sleep(1_000_000)
             first = cache.extend(sequences, 3)
             second = cache.extend(sequences, 2)
             cache.commit(first, counts)
             cache.fill(graph, second)
             cache.commit(second)
-            torch.cuda._sleep(1_000_000)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()  # until the counts have landed no third step may begin
     with no_waiting():
         step = cache.extend(sequences, 4, [-1, 0, 0, 1] * 2)
         cache.commit(step, [[0, 2], [0]])
@@ -166,6 +167,7 @@ def test_after_build_nothing_is_compiled(model: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Kernel, "launch", counting)
     step = cache.extend([a], 3)
+    assert len(step.rows) == 1  # who reads a step first has it sent and indexed
     for layer in range(cache.plan.spec.model.num_layers):
         rows = _rows_of(cache, layer, 3)
         if len(rows) > 2:
