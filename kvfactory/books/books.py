@@ -133,7 +133,7 @@ class Books:
         positions = stored if depths is None else batch.of_tokens(prefix) + depths
         rows, q_indptr, serial = batch.rows32.copy(), batch.q_indptr.copy(), self._flights.serial
         found = (prefix, lengths, positions, settled, tree, tables, states, self._flights.oldest)
-        record = StepRecord(serial, rows, q_indptr, *found)
+        record = StepRecord(serial, rows, q_indptr, batch.most, *found)
         self._flights.start(record, batch)
         return record
 

@@ -49,9 +49,9 @@ class StepRecord(NamedTuple):
     """An open step of ``batch`` sequences with ``tokens`` new tokens in all.
 
     ``rows`` int32 [batch], ``q_indptr`` int32 [batch + 1]: new tokens of entry b are
-    ``q_indptr[b]:q_indptr[b + 1]``. ``prefix`` and ``lengths`` int64 [batch]: tokens before and
-    after the step. ``positions`` int64 [tokens]: of a draft tree, prefix + depth in the tree;
-    ``parents`` int64 [tokens] is that tree, as it was given.
+    ``q_indptr[b]:q_indptr[b + 1]``, at most ``most`` of them. ``prefix`` and
+    ``lengths`` int64 [batch]: tokens before and after the step. ``positions`` int64 [tokens]: of a
+    draft tree, prefix + depth in the tree; ``parents`` int64 [tokens] is that tree, as given.
 
     ``settled`` bool [batch] is False where an earlier step of the sequence is undecided. The
     host then assumes that all its tokens will be accepted: prefix, lengths, positions and slots
@@ -63,6 +63,7 @@ class StepRecord(NamedTuple):
     serial: int
     rows: Int32
     q_indptr: Int32
+    most: int
     prefix: Tokens
     lengths: Tokens
     positions: Positions

@@ -2,8 +2,9 @@
 
 A plan splits the batch among thread blocks. The kernels read true lengths from the page lists, so
 a decode plan that keeps requests whole names no lengths at all: where there are too many to split
-it serves every batch of its size, else until they have grown by a quarter. One that splits them is
-made for ``HEADROOM`` more than they are, and used until a request outgrows it or the batch changes.
+it serves every batch of its size, else until they have grown by a quarter in all. One that splits
+them is made for ``HEADROOM`` more than they are, and used until a request outgrows it or the batch
+changes.
 Latent attention alone carries lengths in its plan: ``latent`` puts new ones in.
 """
 
@@ -126,7 +127,7 @@ class Planner:
         if self._carries(ask):
             area.holder = self._carrying(ask, key, space, info)
         else:
-            area.holder = self._held(ask, whole, Held(key, space, info, pages, 0, False))
+            area.holder = self._held(ask, whole, pages, Held(key, space, info))
         return space, info
 
     def _carries(self, ask: Ask) -> bool:
@@ -146,18 +147,18 @@ class Planner:
         staging.mark()
         return held.space, held.info
 
-    def _held(self, ask: Ask, whole: bool, plan: Held) -> Held | None:
-        """``plan`` with the lengths that it may be used for again, if any."""
-        assert plan.most is not None
-        total, batch = int(plan.most.sum()), ask.work.batch
+    def _held(self, ask: Ask, whole: bool, pages: Counts, plan: Held) -> Held | None:
+        """``plan``, made for so many ``pages`` each, with what it may be used for again, if any."""
         if whole:
-            return plan._replace(most=None)
+            return plan
         if not self._grows(ask):
             return None
+        batch = ask.work.batch
         if not self.module(ask).splits(plan.info):
-            most, slack = plan.most + plan.most // 4 + 4, total // 2 + 8 * batch
-            return plan._replace(most=most, slack=slack, whole=True)
-        return plan._replace(slack=total // 8 + 2 * batch) if ask.name == "fa2" else None
+            total, few = int(ask.work.readable.sum()), 4 * self.shape.page_tokens * batch
+            return plan._replace(total=range(total * 3 // 4 - few, total * 5 // 4 + few))
+        slack = int(pages.sum()) // 8 + 2 * batch
+        return plan._replace(most=pages, slack=slack) if ask.name == "fa2" else None
 
     def module(self, ask: Ask) -> Module:
         """The module that ``ask`` is for."""
@@ -234,24 +235,26 @@ class Planner:
 
 
 class Held(NamedTuple):
-    """What an area holds: a plan that is right for requests of up to ``most`` pages each.
+    """What an area holds: a plan that is right for requests of any length or, with ``most``, of up
+    to so many pages each, and too long for those of more than ``slack`` fewer in all.
 
-    With ``most`` None that is for any; ``slack`` pages fewer in all it is far too long. A plan that
-    keeps requests ``whole`` is right for any, and beyond ``most`` only not the fastest.
+    With ``total`` another plan is likely the faster one for other numbers of readable tokens.
     """
 
     key: object
     space: Space
     info: Any
-    most: Counts | None
-    slack: int
-    whole: bool
+    total: range | None = None
+    most: Counts | None = None
+    slack: int = 0
 
     def fits(self, key: object, work: Work, uses: int) -> bool:
         """Whether to use the plan for ``work``, when its area has served ``uses`` times."""
         if key != self.key or not work.decodes:
             return False
-        if self.most is None or (self.whole and uses % LOOK_EVERY):
+        if self.total is not None:
+            return uses % LOOK_EVERY > 0 or int(work.readable.sum()) in self.total
+        if self.most is None:
             return True
         spare = self.most - work.lengths.pages
         return bool(spare.min() >= 0 and spare.sum() <= self.slack)

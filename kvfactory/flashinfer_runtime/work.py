@@ -34,12 +34,14 @@ class Lengths(NamedTuple):
 class Work:
     """``batch`` requests with ``rows`` query rows in all; ``measure`` gives their lengths.
 
+    ``readable`` int64 [batch] are the tokens that attention may read, those before a window too.
     ``settled``: lengths are exact, not upper bounds. ``decodes``: one new token each, and in a
     graph always so.
     """
 
     batch: int
     rows: int
+    readable: Counts
     settled: bool
     decodes: bool
     measure: Callable[[], Lengths]
@@ -49,7 +51,8 @@ class Work:
         """The work of ``lengths`` that are known already."""
         q_tokens = lengths.q_tokens
         decodes = bool((q_tokens == 1).all())
-        return cls(len(q_tokens), int(q_tokens.sum()), settled, decodes, lambda: lengths)
+        rows = int(q_tokens.sum())
+        return cls(len(q_tokens), rows, lengths.tokens, settled, decodes, lambda: lengths)
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -83,15 +86,14 @@ def work_of(step: Step, shape: Shape, exact: bool) -> Work:
 
     Encoder tables have lengths of their own, and without drafts every token of a step stays.
     """
-    bounds = step.host.q_indptr
-    batch, rows = len(bounds) - 1, int(bounds[-1])
+    host = step.host
+    batch, rows = len(host.rows), len(host.positions)
     return Work(
         batch=batch,
-        rows=rows,
-        settled=exact or bool(step.host.settled.all()),
-        decodes=step.graph.each == 1
-        if step.graph
-        else rows == batch and bool((bounds[1:] - bounds[:-1] == 1).all()),
+        rows=int(host.q_indptr[-1]) if step.graph else rows,
+        readable=host.tables[shape.table].kv_lengths,
+        settled=exact or bool(host.settled.all()),
+        decodes=step.graph.each == 1 if step.graph else rows == batch and host.most <= 1,
         measure=lambda: _measured(step, shape, exact),
     )
 

@@ -10,7 +10,6 @@ import torch
 from kvfactory.kernels import copies, rows
 from kvfactory.kernels.baked import CopySpec, RowsSpec
 from kvfactory.kernels.launch import Argument, Kernel, pointer
-from kvfactory.kernels.parts import PROGRAM_BYTES
 from kvfactory.kernels.specs import WARPS, gather_spec, image_spec, move_spec, rows_spec
 from kvfactory.kinds import ceil_div
 from kvfactory.pools import GroupViews
@@ -20,7 +19,11 @@ from kvfactory.quant.numerics import torch_dtype
 TOGETHER = (8, 64, 256)
 """Numbers of units up to which a program reads all of them before it writes any."""
 
-TOGETHER_BYTES = 2 * PROGRAM_BYTES
+TOGETHER_BYTES, TOGETHER_WARPS = 2**15, 8
+"""What such a program copies, and its warps."""
+
+COPY_WARPS = 1
+"""Warps of other copies."""
 
 ALL, MASK, COUNTS = 0, 1, 2
 """Which entries are kept; the flags are unused, bool [n], or integers per row of entries."""
@@ -124,26 +127,32 @@ class GroupKernels:
             "dense": Argument("*u8" if image else ("*u8",) * len(spec.parts), aligned=True),
         }
         baked = {"SPEC": spec, "KEEP": mode, "INTO": into, "IMAGE": image}
-        return self._kernel(copies.copy_dense, arguments, baked)
+        return self._kernel(copies.copy_dense, arguments, baked, COPY_WARPS)
 
     def _move(self, spec: CopySpec, mode: int) -> Kernel:
         """Move of any number of units of which none is both source and destination."""
-        return self._kernel(copies.move, _move_arguments(mode), {"SPEC": spec, "KEEP": mode})
+        baked = {"SPEC": spec, "KEEP": mode}
+        return self._kernel(copies.move, _move_arguments(mode), baked, COPY_WARPS)
 
     def _together(self, spec: CopySpec, mode: int, units: int) -> Kernel:
         """Move of at most ``units`` units, all read before any is written."""
         baked = {"SPEC": spec, "KEEP": mode, "U": units, "BYTES": TOGETHER_BYTES // units}
-        return self._kernel(copies.move_together, _move_arguments(mode), baked)
+        return self._kernel(copies.move_together, _move_arguments(mode), baked, TOGETHER_WARPS)
 
     def _zero(self, mode: int) -> Kernel:
         """Zero of pages."""
         arguments = {**_ARENA, "ids": _IDS, "keep": _flags(mode), "n": _INT}
-        return self._kernel(copies.zero, arguments, {"SPEC": self.pages, "KEEP": mode})
+        baked = {"SPEC": self.pages, "KEEP": mode}
+        return self._kernel(copies.zero, arguments, baked, COPY_WARPS)
 
     def _kernel(
-        self, function: object, arguments: Mapping[str, Argument], baked: Mapping[str, object]
+        self,
+        function: object,
+        arguments: Mapping[str, Argument],
+        baked: Mapping[str, object],
+        warps: int = WARPS,
     ) -> Kernel:
-        return Kernel(function, arguments, baked, WARPS, self._debug)
+        return Kernel(function, arguments, baked, warps, self._debug)
 
 
 def _move_arguments(mode: int) -> dict[str, Argument]:

@@ -27,6 +27,12 @@ def words_in(part, num_bytes):
 
 
 @triton.constexpr_function
+def chunks(part):
+    """Programs that share the words of a unit."""
+    return -(-part.total // part.width)
+
+
+@triton.constexpr_function
 def pool_steps(part):
     """The steps of the part's dims in the pool."""
     return part.dims[1::2]
@@ -36,6 +42,15 @@ def pool_steps(part):
 def image_steps(part):
     """The steps of the part's dims in the image."""
     return part.dense
+
+
+@triton.jit
+def _units_and_words(tile, PART: tl.constexpr):
+    """The units [U] and words [W] of program ``tile``."""
+    U: tl.constexpr = get(PART, "units")
+    W: tl.constexpr = get(PART, "width")
+    unit = tile // chunks(PART) * U + tl.arange(0, U)
+    return unit, tile % chunks(PART) * W + tl.arange(0, W)
 
 
 @triton.jit
@@ -63,13 +78,9 @@ def _pointers(arena, ids, word, SPEC: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _move_tile(
-    arena, errors, dst, src, keep, n, tile,
-    SPEC: tl.constexpr, PART: tl.constexpr, KEEP: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
-    READ_FIRST: tl.constexpr,
+    arena, errors, dst, src, keep, n, unit, word,
+    SPEC: tl.constexpr, PART: tl.constexpr, KEEP: tl.constexpr, READ_FIRST: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = tl.cdiv(get(PART, "total"), W)
-    unit = (tile // CHUNKS) * U + tl.arange(0, U)
-    word = (tile % CHUNKS) * W + tl.arange(0, W)
     live = kept(keep, 1, unit, unit < n, KEEP)
     source = tl.load(src + unit, mask=live, other=0)
     target = tl.load(dst + unit, mask=live, other=0)
@@ -99,12 +110,11 @@ def _move_part(
     SPEC: tl.constexpr, NTH: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = get(SPEC, "parts", NTH)
-    U: tl.constexpr = get(PART, "units")
-    W: tl.constexpr = get(PART, "width")
-    tiles = tl.cdiv(n, U) * tl.cdiv(get(PART, "total"), W)
+    tiles = tl.cdiv(n, get(PART, "units")) * chunks(PART)
     tile = tl.program_id(0) - start
     if (tile >= 0) & (tile < tiles):
-        _move_tile(arena, errors, dst, src, keep, n, tile, SPEC, PART, KEEP, U, W, False)
+        unit, word = _units_and_words(tile, PART)
+        _move_tile(arena, errors, dst, src, keep, n, unit, word, SPEC, PART, KEEP, False)
     return start + tiles
 
 
@@ -133,7 +143,8 @@ def _together_part(
     tiles = tl.cdiv(get(PART, "total"), W)
     tile = tl.program_id(0) - start
     if (tile >= 0) & (tile < tiles):
-        _move_tile(arena, errors, dst, src, keep, n, tile, SPEC, PART, KEEP, U, W, True)
+        unit, word = tl.arange(0, U), tile * W + tl.arange(0, W)
+        _move_tile(arena, errors, dst, src, keep, n, unit, word, SPEC, PART, KEEP, True)
     return start + tiles
 
 
@@ -154,19 +165,15 @@ def _zero_part(
     SPEC: tl.constexpr, NTH: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = get(SPEC, "parts", NTH)
-    U: tl.constexpr = get(PART, "units")
-    W: tl.constexpr = get(PART, "width")
-    CHUNKS: tl.constexpr = tl.cdiv(get(PART, "total"), W)
-    tiles = tl.cdiv(n, U) * CHUNKS
+    tiles = tl.cdiv(n, get(PART, "units")) * chunks(PART)
     tile = tl.program_id(0) - start
     if (tile >= 0) & (tile < tiles):
-        unit = (tile // CHUNKS) * U + tl.arange(0, U)
-        word = (tile % CHUNKS) * W + tl.arange(0, W)
+        unit, word = _units_and_words(tile, PART)
         live = kept(keep, 1, unit, unit < n, KEEP)
         target = tl.load(ids + unit, mask=live, other=0)
         live = checked(target, live, errors, get(SPEC, "limit"), get(SPEC, "message"))
         mask = live[:, None] & (word < get(PART, "total"))[None, :]
-        values = tl.zeros((U, W), word_type(PART))
+        values = tl.zeros((get(PART, "units"), get(PART, "width")), word_type(PART))
         tl.store(_pointers(arena, target, word, SPEC, PART), values, mask=mask)
     return start + tiles
 
@@ -199,15 +206,11 @@ def _dense_part(
     IMAGE: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = get(SPEC, "parts", NTH)
-    U: tl.constexpr = get(PART, "units")
-    W: tl.constexpr = get(PART, "width")
     RUN: tl.constexpr = get(PART, "run")
-    CHUNKS: tl.constexpr = tl.cdiv(get(PART, "total"), W)
-    tiles = tl.cdiv(n, U) * CHUNKS
+    tiles = tl.cdiv(n, get(PART, "units")) * chunks(PART)
     tile = tl.program_id(0) - start
     if (tile >= 0) & (tile < tiles):
-        unit = (tile // CHUNKS) * U + tl.arange(0, U)
-        word = (tile % CHUNKS) * W + tl.arange(0, W)
+        unit, word = _units_and_words(tile, PART)
         live = kept(keep, width, unit, unit < n, KEEP)
         spot = tl.load(ids + unit, mask=live, other=0)
         inside = checked(spot, live, errors, get(SPEC, "limit"), get(SPEC, "message"))

@@ -16,8 +16,11 @@ from kvfactory.kinds import align_up, ceil_div
 from kvfactory.layouts import Strided, axis_name
 from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 
-PROGRAM_BYTES = 4096
-"""What one program of a copy moves."""
+MOVE_BYTES = 4096
+"""What a program copies within the pool."""
+
+DENSE_BYTES = 2048
+"""What a program copies between the pool and dense memory."""
 
 SECTOR_BYTES = 32
 """What memory reads and writes at least."""
@@ -106,7 +109,8 @@ def byte_parts(group: GroupPlan, by_slot: bool) -> tuple[Part, ...]:
     found, image = [], 0
     for run in merged:
         dims = (*run.outer, (run.length, 1))
-        part = _part(dims, run.offset, run.page, run.slot, layer=(1, 0), image=image)
+        spot = (dims, run.offset, run.page, run.slot)
+        part = _part(*spot, layer=(1, 0), image=image, program_bytes=MOVE_BYTES)
         found.append(part)
         image = align_up(image + part.total * part.word_bytes, 16)
     return tuple(found)
@@ -146,7 +150,8 @@ def plane_part(
     layer = spot.layer if every_layer else (1, spot.layer[1])
     innermost = (dims[-1][0] * spot.itemsize, 1)
     whole = (layer, *dims[:-1], innermost) if every_layer else (*dims[:-1], innermost)
-    return _part(whole, spot.offset, spot.page[1], slot, layer=layer, image=image, run=run)
+    begin = (whole, spot.offset, spot.page[1], slot)
+    return _part(*begin, layer=layer, image=image, program_bytes=DENSE_BYTES, run=run)
 
 
 def plane_parts(
@@ -185,6 +190,7 @@ def _part(
     slot: Dims,
     layer: tuple[int, int],
     image: int,
+    program_bytes: int,
     run: int | None = None,
 ) -> Part:
     """A part from byte dims whose innermost is (bytes, 1)."""
@@ -197,7 +203,7 @@ def _part(
     words = [(extent, step // word) for extent, step in outer]
     words.append((inner // word, 1))
     total = math.prod(extent for extent, _ in words)
-    width = _width(total, PROGRAM_BYTES // word)
+    width = _width(total, program_bytes // word)
     slot_words = tuple((extent, step // word) for extent, step in slot)
     return Part(
         word_bytes=word,
@@ -211,7 +217,7 @@ def _part(
         run=total if run is None else run // word,
         image=image // word,
         width=width,
-        units=PROGRAM_BYTES // word // width,
+        units=program_bytes // word // width,
     )
 
 

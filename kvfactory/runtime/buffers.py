@@ -212,7 +212,7 @@ class StepBuffers:
         return StepSize(
             batch=batch,
             tokens=tokens,
-            most_tokens=1 if tokens == batch else int(np.diff(record.q_indptr).max(initial=0)),
+            most_tokens=record.most,
             most_pages=max(
                 (min(t.live_pages, ceil_div(longest, t.page_tokens)) for t in self._plan.tables),
                 default=0,

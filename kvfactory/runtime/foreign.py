@@ -77,6 +77,7 @@ def foreign_record(plan: CachePlan, books: Books, batch: ForeignBatch, serial: i
         serial=serial,
         rows=rows.astype(np.int32),
         q_indptr=q_indptr,
+        most=int(counts.max(initial=0)),
         prefix=before,
         lengths=after,
         positions=positions,

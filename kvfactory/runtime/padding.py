@@ -33,6 +33,7 @@ def blank_record(plan: CachePlan) -> StepRecord:
         serial=BLANK_SERIAL,
         rows=none,
         q_indptr=np.zeros(1, np.int32),
+        most=0,
         prefix=NOTHING,
         lengths=NOTHING,
         positions=NOTHING,
@@ -81,6 +82,7 @@ def padded(record: StepRecord, shape: GraphShape, page_tokens: Mapping[str, int]
     return record._replace(
         rows=_filled(record.rows, batch, SINK),
         q_indptr=np.append(record.q_indptr, ends).astype(np.int32),
+        most=max(record.most, each),
         prefix=_filled(record.prefix, batch, 0),
         lengths=_filled(record.lengths, batch, each),
         positions=positions,
