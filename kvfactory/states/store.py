@@ -88,6 +88,8 @@ class StateStore:
 
     def begin(self, record: StepRecord) -> None:
         """Make the copies that are due and clear fresh states, before a step's layers run."""
+        if not record.states:
+            return
         counts = np.diff(record.q_indptr)
         for table, state in record.states.items():
             self._copy(table, state.copies)
@@ -189,6 +191,8 @@ class StateStore:
 
     def commit(self, step: Step, done: Committed, accepted: Accepted) -> None:
         """Bring the states of drafts to what was accepted, wherever the counts are."""
+        if not self._groups:
+            return
         host, counts = step.host, np.diff(step.host.q_indptr)
         drafted = (counts > 0) & (counts <= self._nodes)
         if not drafted.any():
