@@ -63,6 +63,10 @@ class Call(NamedTuple):
     """One launch: ``q`` [rows, q_heads, dim], ``k`` and ``v`` [pages, slots, heads, dim] with any
     outer strides (ragged: [tokens, heads, dim]), ``out`` like q, ``lse`` float32 [rows, q_heads] in
     base 2 or None. ``mask`` are packed bits with ``mask_indptr`` in bytes.
+
+    With ``overlap`` the kernel may start while the one before it ends (programmatic dependent
+    launch). It then reads its plan, ``q_indptr``, the lists and ``mask_indptr`` before it waits, so
+    the kernel just before it must not have written those.
     """
 
     q: Tensor
@@ -75,6 +79,7 @@ class Call(NamedTuple):
     causal: bool
     window_left: int
     soft_cap: float
+    overlap: bool
     mask: Tensor | None = None
     mask_indptr: Tensor | None = None
 

@@ -134,7 +134,8 @@ class PagedModule:
         """Launch over pages, or without ``lists`` over ragged K and V with q's indptr."""
         mode = CUSTOM if call.mask is not None else CAUSAL if call.causal else NON_CAUSAL
         head = (space.floats, space.ints, info, call.q, call.k, call.v, call.q_indptr)
-        tail = (call.out, call.lse, mode, NHD, call.window_left, pdl(call.q), *self._extra(call))
+        overlap = call.overlap and overlaps(call.q)
+        tail = (call.out, call.lse, mode, NHD, call.window_left, overlap, *self._extra(call))
         if lists is None:
             self.functions.ragged_run(*head, call.q_indptr, *tail)
         else:
@@ -184,7 +185,7 @@ class CudaCoreModule:
         self.functions.run(
             *(space.floats, space.ints, info, call.q, call.k, call.v),
             *(lists.indptr, lists.indices, lists.last_page, call.out, call.lse),
-            *(NHD, call.window_left, pdl(call.q)),
+            *(NHD, call.window_left, call.overlap and overlaps(call.q)),
             *(no_alibi, call.soft_cap, call.scale, 1.0, 1e-4),
         )
 
@@ -236,14 +237,14 @@ def _xqa(launch: Any) -> Callable[[XqaCall], None]:
             *(call.q.unsqueeze(1), no_sinks, call.k, call.v, *no_block_scales),
             *(call.tables, call.tables.shape[1] * page_tokens, call.lengths.unsqueeze(1)),
             *(len(call.q), call.v_scale, no_tensor, 1, no_mask),
-            *(call.semaphores, call.scratch, pdl(call.q)),
+            *(call.semaphores, call.scratch, overlaps(call.q)),
         )
 
     return run
 
 
-def pdl(q: Tensor) -> bool:
-    """Whether launches may begin before their predecessor ends (programmatic dependent launch)."""
+def overlaps(q: Tensor) -> bool:
+    """Whether the GPU has programmatic dependent launch: see ``Call``."""
     return _major(q) >= 9
 
 

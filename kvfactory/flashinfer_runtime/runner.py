@@ -82,7 +82,8 @@ class Runner:
         out = q.new_empty(*q.shape[:2], self.served.shape.v_dim)
         if not schedule.busy:
             return out.zero_()
-        if step.graph is None and self._begun.get(step.buffer) is not schedule:
+        begins = step.graph is None and self._begun.get(step.buffer) is not schedule
+        if begins:
             self._begin(step)
             self._begun[step.buffer] = schedule
         elif step.graph is not None and not step.graph.each:
@@ -92,7 +93,8 @@ class Runner:
             raise SpecError(Problem("attend(select=)", "a selection", need, "backend=torch"))
         layer = self.store.layer(layer_index, schedule.slots)
         lse = None if extra.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
-        parts = Parts(q, layer, out, lse)
+        replayed = step.graph is not None and not self.capturable  # right after the lists' making
+        parts = Parts(q, layer, out, lse, overlap=not (begins or replayed))
         if extra.mask is not None:
             self._masked(parts, step, extra.mask)
         elif schedule.new and extra.new_k is not None:
@@ -124,7 +126,8 @@ class Runner:
         layer = parts.layer
         call = self._call(launch, parts, (layer.k, layer.v), layer.k_scale)
         if packed is not None:
-            call = call._replace(mask=packed.bits, mask_indptr=packed.indptr, window_left=FULL)
+            call = call._replace(mask=packed.bits, mask_indptr=packed.indptr)
+            call = call._replace(window_left=FULL, overlap=False)
         assert launch.space is not None
         launch.module.run(launch.space, launch.info, call, launch.lists)
         if layer.v_scale != 1.0:
@@ -144,6 +147,7 @@ class Runner:
             causal=launch.causal,
             window_left=launch.window_left,
             soft_cap=self.served.shape.soft_cap,
+            overlap=parts.overlap,
         )
 
     def _masked(self, parts: Parts, step: Step, mask: Tensor) -> None:
@@ -196,19 +200,23 @@ class Runner:
 
 
 class Parts(NamedTuple):
-    """What one call of attend works on; ``lse`` where something after the kernels needs it."""
+    """What one call of attend works on; ``lse`` where something after the kernels needs it.
+
+    No ``overlap`` where the kernel just before may have made the step's lists: see ``Call``.
+    """
 
     q: Tensor
     layer: Layer
     out: Tensor
     lse: Tensor | None
+    overlap: bool
 
     def first(self, count: int) -> Parts:
         """The first ``count`` rows."""
         lse = None if self.lse is None else self.lse[:count]
-        return Parts(self.q[:count], self.layer, self.out[:count], lse)
+        return self._replace(q=self.q[:count], out=self.out[:count], lse=lse)
 
     def only(self, rows: Tensor) -> Parts:
         """Copies of some rows."""
         lse = None if self.lse is None else self.lse[rows]
-        return Parts(self.q[rows], self.layer, self.out[rows], lse)
+        return self._replace(q=self.q[rows], out=self.out[rows], lse=lse)

@@ -140,6 +140,25 @@ def test_xqa_decodes_eight_bits_where_fast_is_accepted() -> None:
     assert scene.double.kernels().count("xqa") == 4
 
 
+def test_a_kernel_overlaps_none_that_may_have_made_its_lists() -> None:
+    """FlashInfer's kernels read lists before they wait for the kernel before them."""
+    scene = Scene(plan_of({"full": {**GROUP, "layers": "0-1"}}))
+    cache, (group,) = scene.cache, scene.plan.groups
+    step = cache.extend(cache.open(1), 9)
+    for layer in (0, 1):
+        q, k, v = scene.inputs(group, 9)
+        cache.attend(layer, q, k, v, step)
+    cache.attend(1, q, None, None, step)
+    visible = torch.ones(81, dtype=torch.bool)
+    cache.attend(1, q, None, None, step, mask=visible)
+    cache.commit(step)
+    graph = scene.graph(1)
+    inputs = scene.inputs(group, 1)
+    graph.capture(lambda step: cache.attend(0, *inputs, step))
+    calls = [call for _, call, _ in scene.double.calls]
+    assert [call.overlap for call in calls] == [False, True, True, False, True, True]
+
+
 def test_small_groups_decode_on_cuda_cores() -> None:
     scene = Scene(plan_of({"full": {**GROUP, "q_heads": 4}}))
     scene.turns([(30, 5, 1), (1, 1, 1), (4, 2, 1)])
