@@ -12,6 +12,7 @@ Without a GPU it runs small batches on the CPU, to see that it runs.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -29,6 +30,7 @@ BATCHES = (1, 64, 256) if CARD else (1, 4)
 STEPS, DROPPED, PROMPT, DRAFTS = 400 if CARD else 60, 20, 200, 3
 MODELS = {"qwen3": "kv=fp8_hnd", "gemma3_27b": "kv=fp8_hnd", "deepseek_v3": "kv=bf16_nhd"}
 Times = list[float]
+Loop = Callable[[Cache, list[Any]], Callable[[], Times]]
 
 
 def clocked(call: Callable[..., Any], *given: Any, **named: Any) -> tuple[Any, float]:
@@ -83,18 +85,26 @@ def measure(model: str, preset: str) -> dict[str, object]:
     """Build seconds, and per loop and batch the calls' [median, p99]."""
     found: dict[str, object] = {}
     for loop, backend in ((eager, "torch"), (graph, "flashinfer"), (drafts, "torch")):
-        cache = _cache(model, preset, backend if CARD else "torch", DRAFTS * (loop is drafts))
-        for batch in BATCHES:
-            sequences = cache.open(batch)
-            for start in range(0, batch, 8):
-                cache.commit(cache.extend(sequences[start : start + 8], PROMPT))
-            one = loop(cache, sequences)
-            spans = np.array([one() for _ in range(STEPS)][DROPPED:])
-            if CARD:
-                torch.cuda.synchronize()
-            parts = np.quantile(spans, [0.5, 0.99], axis=0).T.round(1)
-            found[f"{loop.__name__} {batch}"] = parts.tolist()
-            cache.reset()
+        drafted = DRAFTS * (loop is drafts)
+        found |= _batches(loop, _cache(model, preset, backend if CARD else "torch", drafted))
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+def _batches(loop: Loop, cache: Cache) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for batch in BATCHES:
+        sequences = cache.open(batch)
+        for start in range(0, batch, 8):
+            cache.commit(cache.extend(sequences[start : start + 8], PROMPT))
+        one = loop(cache, sequences)
+        spans = np.array([one() for _ in range(STEPS)][DROPPED:])
+        if CARD:
+            torch.cuda.synchronize()
+        parts = np.quantile(spans, [0.5, 0.99], axis=0).T.round(1)
+        found[f"{loop.__name__} {batch}"] = parts.tolist()
+        cache.reset()
     return found
 
 
