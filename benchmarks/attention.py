@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.attention_scene import DIM, KV_HEADS, PAGE, Q_HEADS, Scene
 from benchmarks.by_hand import HandDecode, hand_prefill, hand_xqa
 from benchmarks.timing import Timed, per_step_us, race
-from kvfactory.runtime.graphs import Graph
+from kvfactory.cache.graphs import Graph
 
 SHAPES = [(64, 4096), (8, 32768), (256, 1024)]
 WARM_UP = 8

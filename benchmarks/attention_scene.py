@@ -10,19 +10,20 @@ from torch import Tensor
 
 from kvfactory.backends import AttentionRunner, Resources
 from kvfactory.backends.flashinfer import FlashInferBackend
+from kvfactory.backends.flashinfer.bind import bind
+from kvfactory.backends.flashinfer.calls import Library
+from kvfactory.backends.flashinfer.library import installed
+from kvfactory.backends.flashinfer.runner import Runner
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache
-from kvfactory.flashinfer_runtime.bind import bind
-from kvfactory.flashinfer_runtime.calls import Library
-from kvfactory.flashinfer_runtime.library import installed
-from kvfactory.flashinfer_runtime.runner import Runner
+from kvfactory.cache.parts import Parts
 from kvfactory.kernels import ErrorWords, kernel_ops
+from kvfactory.kernels.index import IndexBuild
 from kvfactory.planner import plan
 from kvfactory.pools import Pool
-from kvfactory.runtime.buffers import StepBuffers
-from kvfactory.runtime.parts import Parts
 from kvfactory.spec import Spec
+from kvfactory.steps.buffers import StepBuffers
 
 Q_HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 CHUNK = 32768
@@ -49,7 +50,7 @@ class Scene:
         ops = kernel_ops(ErrorWords(["full"], arena.device))
         self.pool = Pool(laid.groups[0], arena, ops)
         self._randomize()
-        self.buffers = StepBuffers(laid, arena)
+        self.buffers = StepBuffers(laid, arena, IndexBuild(laid, arena))
         runners = self._runners(laid, arena)
         runner = runners["full"]
         assert isinstance(runner, Runner)

@@ -11,8 +11,8 @@ from benchmarks.timing import Call
 from kvfactory.kernels.index import IndexBuild
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
-from kvfactory.runtime.fields import StepSize
 from kvfactory.spec import Spec
+from kvfactory.steps.fields import StepSize
 
 BATCH, CONTEXT, PAGE = 256, 4096, 16
 

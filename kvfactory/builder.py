@@ -17,6 +17,7 @@ from kvfactory.backends import BACKENDS, AttentionRunner, Resources, SelectRunne
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.cache import Cache
+from kvfactory.cache.parts import Parts
 from kvfactory.calibration import required_constants
 from kvfactory.calibration.checkpoint import read_constants
 from kvfactory.errors import BuildError, Problem
@@ -24,8 +25,8 @@ from kvfactory.memory import MEMORIES
 from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import MakeOps, Pool, TorchOps
 from kvfactory.quant import resolve_codec
-from kvfactory.runtime.buffers import StepBuffers
-from kvfactory.runtime.parts import Parts
+from kvfactory.steps.buffers import StepBuffers
+from kvfactory.steps.indexing import Indexer, TorchIndexer
 
 if TYPE_CHECKING:
     from kvfactory.kernels import ErrorWords
@@ -55,7 +56,7 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
         pools=pools,
         runners=runners,
         selectors=selectors,
-        buffers=StepBuffers(plan, arena),
+        buffers=StepBuffers(plan, arena, indexer_of(plan, arena)),
         errors=errors,
     )
     return Cache(_with_kernels(parts) if arena.is_cuda else parts)
@@ -76,6 +77,15 @@ def _with_kernels(parts: Parts) -> Parts:
     assert isinstance(indexer, IndexBuild)
     warm_up([*indexer.kernels(), *fused.kernels(parts.plan, parts.pools), *wanted])
     return replace(parts, write=fused.run)
+
+
+def indexer_of(plan: CachePlan, arena: Tensor) -> Indexer:
+    """What makes indices of steps: one launch on a GPU, torch elsewhere."""
+    if not arena.is_cuda:
+        return TorchIndexer(plan, arena)
+    from kvfactory.kernels.index import IndexBuild
+
+    return IndexBuild(plan, arena)
 
 
 def _error_words(plan: CachePlan, arena: Tensor) -> ErrorWords | None:

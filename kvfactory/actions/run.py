@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from kvfactory.actions.effort import choose
-from kvfactory.actions.loop import Loop
 from kvfactory.builder import build
 from kvfactory.errors import Problem, SpecError
 from kvfactory.kinds import ceil_div
@@ -27,6 +25,8 @@ from kvfactory.report.tables import columns, plan_text
 from kvfactory.sizing import chunk_tokens
 from kvfactory.spec import Spec
 from kvfactory.verify.attention import Verdict
+from kvfactory.verify.effort import choose
+from kvfactory.verify.loop import Loop
 
 DECODE_TOKENS = 16
 PREFILL_STEPS = 3  # at least, so that chunks and decodes mix

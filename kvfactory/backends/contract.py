@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvfactory.pools import Pool
-    from kvfactory.runtime.steps import Step
+    from kvfactory.steps.step import Step
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvfactory.reference import Oracle, Selector
-    from kvfactory.runtime.steps import Step
+    from kvfactory.steps.step import Step
 
 
 FEATURES = frozenset(

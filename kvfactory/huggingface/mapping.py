@@ -17,8 +17,8 @@ from kvfactory.huggingface.omitted import HEAD_DIM
 from kvfactory.huggingface.source import PATH, read_source
 from kvfactory.huggingface.text import text_part
 from kvfactory.huggingface.unknown import read_unknown
-from kvfactory.problems import from_validation
 from kvfactory.spec import Model
+from kvfactory.spec.validation import from_validation
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -1,4 +1,4 @@
-"""The index of a step on a GPU, for all tables in one launch: see ``runtime.indexing``.
+"""The index of a step on a GPU, for all tables in one launch: see ``steps.indexing``.
 
 It is made of lengths that may live on the device alone, in fixed buffers of the plan, so a graph
 can replay it.
@@ -16,8 +16,8 @@ from kvfactory.kernels.index_kernel import build_index, update_tables
 from kvfactory.kernels.launch import Argument, Kernel
 from kvfactory.kinds import ceil_div
 from kvfactory.planning.cacheplan import CachePlan, TablePlan
-from kvfactory.runtime.fields import StepSize, field_views
-from kvfactory.runtime.indexing import write_positions
+from kvfactory.steps.fields import StepSize, field_views
+from kvfactory.steps.indexing import write_positions
 
 PAGES, TOKENS = 256, 128
 """Pages and new tokens of an entry that a program takes at once."""

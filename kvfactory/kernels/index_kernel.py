@@ -6,7 +6,7 @@ Legend: B batch entries of ``q_indptr[b]:q_indptr[b + 1]`` new tokens each; P to
 (table, b, part) lists the pages of entry b and finds the slots of its new tokens, ``parts``
 programs taking turns at blocks. All arrays are fields of one open step, ``shift`` bytes behind the
 first one's; all int32 but the int64 ``slots`` and ``positions``. The specification is
-``runtime.indexing``.
+``steps.indexing``.
 """
 
 from __future__ import annotations

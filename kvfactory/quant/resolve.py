@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvfactory.errors import SpecError
-from kvfactory.problems import from_validation
 from kvfactory.quant.codec import Codec, Scheme
 from kvfactory.registry import Registry
+from kvfactory.spec.validation import from_validation
 
 SCHEMES: Registry[Scheme] = Registry("quant", "kvfactory.quant", "kvfactory.quants")
 

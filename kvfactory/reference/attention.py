@@ -16,7 +16,7 @@ from kvfactory.reference.softmax import Queries, Stored, attend, finite, first_v
 
 if TYPE_CHECKING:
     from kvfactory.backends.contract import AttendExtra
-    from kvfactory.runtime.steps import Step
+    from kvfactory.steps.step import Step
 
 FEW_QUERIES = 16
 """Up to here, strided keys cost less than copying them."""

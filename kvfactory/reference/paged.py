@@ -17,7 +17,7 @@ from kvfactory.errors import BooksError, Problem
 
 if TYPE_CHECKING:
     from kvfactory.planning.cacheplan import GroupPlan
-    from kvfactory.runtime.steps import Step, TableArrays
+    from kvfactory.steps.step import Step, TableArrays
 
 SINK = 0
 """Row and page that padded batch entries read and write."""

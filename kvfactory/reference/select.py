@@ -22,7 +22,7 @@ from kvfactory.planning.cacheplan import Select as SelectWork
 from kvfactory.reference.paged import Reader, Request, entry_slots, live_requests
 
 if TYPE_CHECKING:
-    from kvfactory.runtime.steps import Step
+    from kvfactory.steps.step import Step
 
 PIECE_SCORES = 2**24
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvfactory.errors import SpecError
-from kvfactory.problems import from_validation
 from kvfactory.spec.kv import KV
 from kvfactory.spec.model import Frozen, Model, Name, NonNegative, Positive
 from kvfactory.spec.plain import plain
+from kvfactory.spec.validation import from_validation
 
 MOST_REQUESTS = 2**20
 """Rows of the device tables; numbers of a step stay within int32."""

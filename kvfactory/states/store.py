@@ -19,12 +19,12 @@ from kvfactory.errors import BooksError, Problem
 from kvfactory.planning.cacheplan import Annex, CachePlan, GroupPlan, Recurrence
 from kvfactory.planning.geometry import heads_of
 from kvfactory.pools import Pool
-from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup
 from kvfactory.states.landing import DeviceCounts
 from kvfactory.states.planes import device_ids, fetch, store
 from kvfactory.states.rings import PENDING, Mirror, Ring
 from kvfactory.states.views import StateViews, snapshot_views
+from kvfactory.steps.step import Step
 
 Ids = NDArray[np.integer]
 

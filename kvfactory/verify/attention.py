@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan
 from kvfactory.quant.numerics import torch_dtype
 from kvfactory.reference import dense_attention, visible_keys
-from kvfactory.runtime.steps import Step
+from kvfactory.steps.step import Step
 from kvfactory.verify.errors import Constants, ErrorMeter, storage_errors
 from kvfactory.verify.workload import Inputs, Workload
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, Select
-from kvfactory.runtime.steps import Step
+from kvfactory.steps.step import Step
 from kvfactory.verify.attention import Verdict, new_entries
 from kvfactory.verify.errors import Constants, round_trip
 from kvfactory.verify.workload import Inputs, Workload

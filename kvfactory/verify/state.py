@@ -14,11 +14,12 @@ from torch import Tensor
 
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.quant.numerics import torch_dtype
-from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup
-from kvfactory.states import LinearInputs, LinearLayer, StateViews
+from kvfactory.states import StateViews
+from kvfactory.steps.step import Step
 from kvfactory.verify.attention import Verdict
 from kvfactory.verify.errors import ErrorMeter, round_trip
+from kvfactory.verify.recurrent import LinearInputs, LinearLayer
 
 ROUNDING = 2e-3
 

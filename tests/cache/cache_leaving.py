@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from kvfactory.books import Segment
+from kvfactory.cache.retraction import CacheImage
 from kvfactory.errors import BooksError, SpecError
 from kvfactory.pools import copies
-from kvfactory.runtime.retraction import CacheImage
 
 
 class LeavingMachine(CacheMachine):

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvfactory.books import Books, Segment, Sequence
+from kvfactory.cache.retraction import CacheImage
 from kvfactory.errors import BooksError, OutOfPages
-from kvfactory.runtime.retraction import CacheImage
-from kvfactory.runtime.steps import Step
 from kvfactory.states import DeviceCounts
+from kvfactory.steps.step import Step
 
 ROW_TOKENS = 40
 DRAFTS = 3

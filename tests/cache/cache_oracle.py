@@ -19,10 +19,10 @@ from kvfactory.books import Segment
 from kvfactory.builder import build
 from kvfactory.cache import Cache
 from kvfactory.planning.cacheplan import Annex, GroupPlan, Recurrence
-from kvfactory.runtime.steps import Step
-from kvfactory.states.flow import State
 from kvfactory.states.planes import device_ids, fetch, store
+from kvfactory.steps.step import Step
 from kvfactory.verify.errors import round_trip
+from kvfactory.verify.recurrent import State
 
 States = dict[tuple[str, int], State]
 """(group, layer) -> the state of one sequence."""

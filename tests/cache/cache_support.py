@@ -17,9 +17,9 @@ from kvfactory.builder import build
 from kvfactory.cache import Cache
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import Attention, GroupPlan, Recurrence, Select
-from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup, Spec
-from kvfactory.states import LinearInputs, LinearLayer
+from kvfactory.steps.step import Step
+from kvfactory.verify.recurrent import LinearInputs, LinearLayer
 
 VOCABULARY = 97
 

@@ -31,8 +31,8 @@ from kvfactory.cache import Cache
 from kvfactory.errors import BuildError, PlanError, SpecError
 from kvfactory.planner import plan
 from kvfactory.pools import Write
-from kvfactory.runtime.entries import completing
-from kvfactory.runtime.steps import Step
+from kvfactory.steps.entries import completing
+from kvfactory.steps.step import Step
 
 
 def _step(model: Any, tokens: int = 12, **parts: Any) -> tuple[Cache, Step]:

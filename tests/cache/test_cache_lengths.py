@@ -22,8 +22,8 @@ from cache_support import (
 
 from kvfactory.cache import Cache
 from kvfactory.errors import BooksError, SpecError
-from kvfactory.runtime.steps import Step
 from kvfactory.states import DeviceCounts
+from kvfactory.steps.step import Step
 
 CROSS = {**FULL, "kind": "cross", "layers": [4], "encoder_tokens": 12}
 TABLES = {

@@ -11,10 +11,10 @@ from cache_support import CHUNKED, FULL, WINDOW, cache_of
 from torch import Tensor
 
 from kvfactory.cache import Cache
-from kvfactory.runtime.fields import StepSize
-from kvfactory.runtime.indexing import TorchIndexer
-from kvfactory.runtime.staging import Stage
-from kvfactory.runtime.steps import Step
+from kvfactory.steps.fields import StepSize
+from kvfactory.steps.indexing import TorchIndexer
+from kvfactory.steps.staging import Stage
+from kvfactory.steps.step import Step
 
 TABLES = {
     "full": FULL,

@@ -16,9 +16,9 @@ from torch import Tensor
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.cache import Cache
 from kvfactory.errors import BooksError
-from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup
-from kvfactory.states import LinearInputs, LinearLayer
+from kvfactory.steps.step import Step
+from kvfactory.verify.recurrent import LinearInputs, LinearLayer
 
 RATIO, DIM = 4, 16
 GROUPS = {

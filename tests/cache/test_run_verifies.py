@@ -9,14 +9,14 @@ import torch
 from cache_support import MODELS, cache_of, spec_of
 from torch import Tensor
 
-from kvfactory.actions.effort import SECONDS, choose, sample, seconds
-from kvfactory.actions.loop import Loop
 from kvfactory.actions.run import execute, schedule
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import Recurrence, Select
 from kvfactory.sizing import chunk_tokens
 from kvfactory.verify.attention import Verdict
+from kvfactory.verify.effort import SECONDS, choose, sample, seconds
 from kvfactory.verify.index import IndexChecker
+from kvfactory.verify.loop import Loop
 from kvfactory.verify.workload import Workload
 
 INT8 = {"quant": {"k": "int8_token_head", "latent": "int8_token_head", "index_k": "fp8_e4m3"}}

@@ -9,10 +9,10 @@ import numpy as np
 from flashinfer_scene import GROUP, Scene
 from numpy.typing import NDArray
 
-from kvfactory.flashinfer_runtime.plans import Ask
-from kvfactory.flashinfer_runtime.runner import Runner
-from kvfactory.flashinfer_runtime.work import Lengths, Work
-from kvfactory.runtime.steps import GraphShape
+from kvfactory.backends.flashinfer.plans import Ask
+from kvfactory.backends.flashinfer.runner import Runner
+from kvfactory.backends.flashinfer.work import Lengths, Work
+from kvfactory.steps.step import GraphShape
 
 HEADS = [(32, 8), (32, 32), (64, 4), (16, 2), (64, 2), (64, 1), (6, 2)]
 ROOMY: dict[str, Any] = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 from flashinfer_scene import GROUP, WINDOW, Scene, plan_of
 
+from kvfactory.backends.flashinfer.calls import Library
+from kvfactory.backends.flashinfer.choose import ModuleKey
+from kvfactory.backends.flashinfer.library import installed
 from kvfactory.errors import BuildError
-from kvfactory.flashinfer_runtime.calls import Library
-from kvfactory.flashinfer_runtime.choose import ModuleKey
-from kvfactory.flashinfer_runtime.library import installed
 
 Groups = dict[str, dict[str, Any]]
 

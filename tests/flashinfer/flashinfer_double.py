@@ -22,9 +22,9 @@ from flashinfer_plans import (
 from flashinfer_tape import Tape
 from torch import Tensor
 
-from kvfactory.flashinfer_runtime.calls import Call, Lists, Module, Sizes, Space, XqaCall
-from kvfactory.flashinfer_runtime.choose import ModuleKey
-from kvfactory.flashinfer_runtime.latent import RunFields
+from kvfactory.backends.flashinfer.calls import Call, Lists, Module, Sizes, Space, XqaCall
+from kvfactory.backends.flashinfer.choose import ModuleKey
+from kvfactory.backends.flashinfer.latent import RunFields
 
 H200_SMS = 132
 

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfactory.flashinfer_runtime.calls import Sizes
-from kvfactory.flashinfer_runtime.latent import RunFields
-from kvfactory.flashinfer_runtime.partials import query_tile
+from kvfactory.backends.flashinfer.calls import Sizes
+from kvfactory.backends.flashinfer.latent import RunFields
+from kvfactory.backends.flashinfer.partials import query_tile
 
 INDEX, FLOAT = 4, 4
 

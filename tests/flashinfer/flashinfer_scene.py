@@ -13,21 +13,22 @@ from torch import Tensor
 
 from kvfactory.backends import AttendExtra, Resources
 from kvfactory.backends.flashinfer import FlashInferBackend
+from kvfactory.backends.flashinfer.bind import bind
+from kvfactory.backends.flashinfer.calls import Library
+from kvfactory.backends.flashinfer.runner import Runner
 from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
+from kvfactory.builder import indexer_of
 from kvfactory.cache import Cache
-from kvfactory.flashinfer_runtime.bind import bind
-from kvfactory.flashinfer_runtime.calls import Library
-from kvfactory.flashinfer_runtime.runner import Runner
+from kvfactory.cache.graphs import Graph, GraphPlace, graph_shape
+from kvfactory.cache.parts import Parts
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, TensorPlan
 from kvfactory.pools import Pool
 from kvfactory.reference import Oracle
-from kvfactory.runtime.buffers import StepBuffers
-from kvfactory.runtime.graphs import Graph, GraphPlace, graph_shape
-from kvfactory.runtime.parts import Parts
-from kvfactory.runtime.steps import Step
 from kvfactory.spec import Spec
+from kvfactory.steps.buffers import StepBuffers
+from kvfactory.steps.step import Step
 
 H200 = {"name": "h200", "type": "cuda", "sm": 90, "num_sms": 132}
 GROUP = {"kind": "full", "layers": "0-1", "q_heads": 8, "kv_heads": 2, "head_dim": 64}
@@ -93,7 +94,7 @@ class Scene:
             books=Books(books_shape(self.plan)),
             pools=self.pools,
             runners=bind(served, resources, self.library or self.double),
-            buffers=StepBuffers(self.plan, arena),
+            buffers=StepBuffers(self.plan, arena, indexer_of(self.plan, arena)),
         )
         self.cache = Cache(self.parts)
 

@@ -10,9 +10,9 @@ import pytest
 from flashinfer_scene import FP8, GROUP, H200, LATENT, WINDOW, make_spec, plan_of
 
 from kvfactory.backends.flashinfer import FlashInferBackend
+from kvfactory.backends.flashinfer.choose import Kernels
+from kvfactory.backends.flashinfer.library import installed
 from kvfactory.errors import BuildError, CapabilityError, SpecError
-from kvfactory.flashinfer_runtime.choose import Kernels
-from kvfactory.flashinfer_runtime.library import installed
 
 BACKEND = FlashInferBackend()
 

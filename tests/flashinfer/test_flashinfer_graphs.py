@@ -8,9 +8,9 @@ import pytest
 from flashinfer_scene import FP8, GROUP, LATENT, WINDOW, Scene, close, plan_of
 from torch import Tensor
 
+from kvfactory.cache.graphs import Graph
 from kvfactory.errors import SpecError
-from kvfactory.runtime.graphs import Graph
-from kvfactory.runtime.steps import Step
+from kvfactory.steps.step import Step
 
 HYBRID = {"full": GROUP, "local": {**WINDOW, "layers": "2-3"}}
 

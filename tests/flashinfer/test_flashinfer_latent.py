@@ -9,10 +9,10 @@ from flashinfer_double import H200_SMS
 from flashinfer_plans import latent_lengths, latent_plan
 from flashinfer_scene import LATENT, Scene, plan_of
 
+from kvfactory.backends.flashinfer.calls import Sizes
+from kvfactory.backends.flashinfer.latent import GROWTH, runs_of
+from kvfactory.backends.flashinfer.work import indptr
 from kvfactory.books import Sequence
-from kvfactory.flashinfer_runtime.calls import Sizes
-from kvfactory.flashinfer_runtime.latent import GROWTH, runs_of
-from kvfactory.flashinfer_runtime.work import indptr
 
 PAGE = 8
 

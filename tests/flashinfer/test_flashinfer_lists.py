@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from flashinfer_scene import GROUP, WINDOW, Scene, plan_of
 
-from kvfactory.runtime.steps import Step
+from kvfactory.steps.step import Step
 
 LOCAL = {"local": {**WINDOW, "layers": "0-1"}}
 

@@ -9,8 +9,8 @@ from flashinfer_batches import HEADS, ROOMY, group_of, plan_batches
 from flashinfer_plans import prefill_plan
 from flashinfer_scene import FP8, GROUP, WINDOW, Scene, plan_of
 
-from kvfactory.flashinfer_runtime.partials import MOST_BYTES, Grid
-from kvfactory.flashinfer_runtime.runner import Runner
+from kvfactory.backends.flashinfer.partials import MOST_BYTES, Grid
+from kvfactory.backends.flashinfer.runner import Runner
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "x".join(map(str, heads)))

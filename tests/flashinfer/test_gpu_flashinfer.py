@@ -15,9 +15,9 @@ from flashinfer_card import FULL, HYBRID, LOCAL, LONG, Groups, on_hopper, scene_
 from flashinfer_scene import FP8, LATENT, Scene, close, relative_error
 from test_flashinfer_graphs import captured, replayed
 
-from kvfactory.flashinfer_runtime.calls import Library
-from kvfactory.flashinfer_runtime.choose import ModuleKey
-from kvfactory.runtime.steps import Step
+from kvfactory.backends.flashinfer.calls import Library
+from kvfactory.backends.flashinfer.choose import ModuleKey
+from kvfactory.steps.step import Step
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from flashinfer_card import FULL, HYBRID, LOCAL, LONG, on_hopper, scene_of
 from flashinfer_scene import FP8, Scene
 from test_flashinfer_graphs import captured, replayed
 
-from kvfactory.flashinfer_runtime.calls import Library
+from kvfactory.backends.flashinfer.calls import Library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

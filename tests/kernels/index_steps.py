@@ -10,9 +10,9 @@ from torch import Tensor
 from kvfactory.kernels.index import IndexBuild
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
-from kvfactory.runtime.fields import StepSize, field_views, table_views
-from kvfactory.runtime.indexing import Indexer, TorchIndexer
 from kvfactory.spec import Spec
+from kvfactory.steps.fields import StepSize, field_views, table_views
+from kvfactory.steps.indexing import Indexer, TorchIndexer
 
 ATTENTION = {"q_heads": 2, "kv_heads": 1, "head_dim": 16}
 FULL = {"kind": "full", "layers": [0]} | ATTENTION

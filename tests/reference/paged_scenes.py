@@ -14,8 +14,8 @@ from kvfactory.backends import AttendExtra
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import Attention, GroupPlan
 from kvfactory.reference import Oracle
-from kvfactory.runtime.steps import Step, StepArrays, TableArrays
 from kvfactory.spec import Spec
+from kvfactory.steps.step import Step, StepArrays, TableArrays
 
 Visible = Callable[[int, int], bool]
 

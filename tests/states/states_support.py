@@ -13,11 +13,10 @@ from kvfactory.builder import build
 from kvfactory.cache import Cache
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import GroupPlan, Recurrence
-from kvfactory.runtime.steps import Step
 from kvfactory.spec import LinearGroup, Spec
-from kvfactory.states import LinearInputs, LinearLayer
-from kvfactory.states.flow import State
 from kvfactory.states.planes import fetch
+from kvfactory.steps.step import Step
+from kvfactory.verify.recurrent import LinearInputs, LinearLayer, State
 
 HEADS = {"head": 4, "key": 8, "value": 6}
 RULES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from states_support import REPLAYED, RULES, Loop
 
-from kvfactory.states import LinearInputs
+from kvfactory.verify.recurrent import LinearInputs
 
 CELLS = [(rule, "none") for rule in RULES] + [(rule, "decode_ring") for rule in REPLAYED]
 

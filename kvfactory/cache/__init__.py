@@ -1,0 +1,5 @@
+"""The cache: books, pools and attention behind one front."""
+
+from kvfactory.cache.cache import Cache
+
+__all__ = ["Cache"]

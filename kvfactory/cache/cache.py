@@ -1,0 +1,384 @@
+"""The cache: books, pools and attention behind one front, for an engine's loop.
+
+Every call that changes the books is all or nothing. Device work goes to the caller's current
+stream; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvfactory.backends import AttendExtra, AttentionRunner
+from kvfactory.books import Accepted, Committed, Segment, StepRecord
+from kvfactory.books import Sequence as SequenceId
+from kvfactory.cache.arguments import check_step
+from kvfactory.cache.gate import Gate
+from kvfactory.cache.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
+from kvfactory.cache.handover import receive, regions
+from kvfactory.cache.layerwork import LayerWork
+from kvfactory.cache.parts import Parts
+from kvfactory.cache.retraction import CacheImage, load, offload
+from kvfactory.planning.cacheplan import GroupPlan
+from kvfactory.pools import Pool, Region
+from kvfactory.states import DeviceCounts, StateStore, StateViews
+from kvfactory.steps.foreign import ForeignBatch, Ids, foreign_record
+from kvfactory.steps.step import Step
+
+
+class Cache:
+    """A model's whole cache; made by ``kvfactory.build``.
+
+    ``plan`` is the plan it was built from, ``books`` the host's truth about who owns what,
+    ``states`` what a prefix cache and replay rings do with recurrent states.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._work = LayerWork(parts)
+        self._graphs = self._foreign_steps = 0
+        self._foreign = False
+        self.plan = parts.plan
+        self.books = parts.books
+        self.states = StateStore(parts.plan, parts.pools, parts.books)
+
+    def __repr__(self) -> str:
+        free = ", ".join(f"{path} {room.free}" for path, room in self.books.capacity().items())
+        return f"Cache({self.plan.spec.model.name}, {self.plan.bytes:,} B; free: {free})"
+
+    # ---- sequences ---------------------------------------------------------------------------
+
+    def open(
+        self,
+        count: int = 1,
+        prefix: Sequence[Segment] = (),
+        cross_tokens: Sequence[int] = (),
+    ) -> list[SequenceId]:
+        """``count`` new sequences, each beginning with the tokens of ``prefix``.
+
+        ``prefix`` is a chain of segments that adjoin from position 0; ``cross_tokens`` the
+        encoder lengths, one per sequence, of models with cross attention.
+
+        Raises:
+            OutOfPages: too few request rows, state slots or encoder pages; nothing was taken.
+            BooksError: segments that are released or do not adjoin.
+        """
+        return self.books.open(count, prefix, cross_tokens)
+
+    def fork(self, sequence: SequenceId, count: int) -> list[SequenceId]:
+        """``count`` sequences with the committed history of ``sequence``, sharing its pages."""
+        self.states.check_flushed(sequence)
+        return self.books.fork(sequence, count)
+
+    def close(self, sequences: Sequence[SequenceId]) -> None:
+        """Return everything that ``sequences`` own."""
+        self.books.close(sequences)
+
+    def hold(self, sequence: SequenceId, tokens: int) -> Segment:
+        """A committed prefix of ``sequence``, up to ``tokens``, owned outside of it."""
+        self.states.check_flushed(sequence)
+        return self.books.hold(sequence, tokens)
+
+    def release(self, segment: Segment) -> None:
+        """Return the pages of ``segment``."""
+        self.books.release(segment)
+
+    def offload(self, sequences: Sequence[SequenceId]) -> CacheImage:
+        """All that ``sequences`` keep, in host memory; they are closed then. Waits for the device.
+
+        Raises:
+            BooksError: a stale handle or a step in flight; nothing is closed then.
+        """
+        self.states.copy_due()
+        return offload(self._parts, sequences)
+
+    def load(self, image: CacheImage) -> list[SequenceId]:
+        """The sequences of ``image``, open again as they were, in its order.
+
+        Pages that they shared are copies of their own then.
+
+        Raises:
+            OutOfPages: too few pages, slots or rows for all of them; nothing was taken.
+            SpecError: an image of a cache with other groups, formats, page sizes or constants.
+        """
+        return load(self._parts, self.states, image)
+
+    def regions(
+        self, sequence: SequenceId, share: tuple[int, int] | None = None
+    ) -> Mapping[str, tuple[Region, ...]]:
+        """Where everything that ``sequence`` keeps lies, by group: what a transfer sends, or fills.
+
+        Copied in order to the regions of as long a sequence that another cache received, they
+        reproduce every byte, if the pools' manifests agree (``pool(layer)[0].manifest()``). Rings
+        are folded into their states before. ``share`` (part, parts): of unequal tensor-parallel
+        sizes, that part of the heads and channels; (0, 1) on the side that has fewer of them.
+
+        Raises:
+            BooksError: a stale handle or a step in flight.
+            SpecError: heads that cannot be shared so.
+        """
+        return regions(self._parts, self.states, sequence, share)
+
+    def receive(self, tokens: int, cross_tokens: int = 0) -> SequenceId:
+        """A sequence of ``tokens`` whose contents a transfer brings to its ``regions``.
+
+        Its replay rings are empty. It may be extended at once behind a ``gate``.
+
+        Raises:
+            OutOfPages: too few pages, slots or rows; nothing was taken.
+            BooksError: more tokens than a sequence may have.
+        """
+        return receive(self._parts, self.states, tokens, cross_tokens)
+
+    def reset(self) -> None:
+        """Forget all sequences and segments; generations go on, so old handles stay invalid."""
+        self.books.reset()
+        self._parts.buffers.clear()
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        sequences: Sequence[SequenceId],
+        new_tokens: int | Sequence[int],
+        parents: Sequence[int] | None = None,
+    ) -> Step:
+        """Slots for ``new_tokens`` more tokens of each sequence, in every table, or in none.
+
+        ``parents`` int [tokens] makes the new tokens of each sequence a draft tree: index of the
+        parent among the sequence's new tokens, -1 for the root's.
+
+        Raises:
+            OutOfPages: the tables that are short; nothing was taken.
+            BooksError: stale sequences, or too many open steps.
+            SpecError: a draft tree where a group keeps one entry for several tokens.
+        """
+        if parents is not None:
+            self._work.check_tree()
+        counts = new_tokens.tolist() if isinstance(new_tokens, Tensor) else new_tokens
+        tree = parents.numpy() if isinstance(parents, Tensor) else parents
+        return self._start(self.books.extend(sequences, counts, tree))
+
+    def _start(self, record: StepRecord) -> Step:
+        """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
+        for group, pool in self._parts.stored():
+            if group.table in record.tables and len(copies := record.tables[group.table].copies):
+                pool.copy_pages(copies)
+        self.states.begin(record)
+        if self._foreign:
+            self._foreign = False
+            for table in self.plan.tables:
+                self._parts.buffers.set_table(table.name, self.books.rows(table.name))
+        return self._fill(record)
+
+    def _fill(self, record: StepRecord) -> Step:
+        """The device arrays of ``record``, and what backends plan for it."""
+        step = self._parts.buffers.fill(record)
+        for runner in self._parts.runners.values():
+            runner.prepare(step)
+        for runner in self._parts.runners.values():
+            runner.begin(step)
+        return step
+
+    def step(
+        self,
+        tables: Mapping[str, Ids],
+        before: Ids,
+        after: Ids,
+        *,
+        rows: Ids | None = None,
+        states: Mapping[str, Ids] | None = None,
+        cross_tokens: Ids = (),
+    ) -> Step:
+        """A step of an engine that schedules and allocates itself, from its own ids.
+
+        ``tables`` by name: page ids int [batch, pages]; ``before`` and ``after`` int [batch] are
+        the tokens of each request without and with the new ones. The rest: see ``ForeignBatch``.
+        There is nothing to commit; what the ids own is the engine's business.
+
+        Raises:
+            BooksError: ids outside of their tables, or books that hold something meanwhile.
+            SpecError: missing tables, wrong shapes, or more than a step may have.
+        """
+        batch = ForeignBatch(before, after, tables, rows, states or {}, cross_tokens)
+        record = foreign_record(self.plan, self.books, batch, self._foreign_steps)
+        self._foreign_steps += 1
+        self._foreign = True
+        self.states.begin(record)
+        return self._fill(record)
+
+    def commit(self, step: Step, accepted: Accepted | Tensor = None) -> Committed:
+        """Make the accepted tokens of the oldest open step permanent and return the rest's pages.
+
+        ``accepted``: None for all, counts int [batch] on the host or the device, or for a draft
+        tree the accepted path of node indices per sequence; its rows move to the front.
+
+        Raises:
+            BooksError: a step that is not the oldest open one, impossible counts, tokens that
+                recurrent states cannot forget, or, of an earlier step, ids outside a pool that
+                kernels met; nothing was written for those.
+        """
+        if self._parts.errors is not None:
+            self._parts.errors.check()
+        check_step(step, self._parts.buffers)
+        if isinstance(accepted, Tensor):
+            accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
+        self.states.check(step.host, accepted)
+        done = self.books.commit(step.host, accepted)
+        if accepted is not None:
+            counts = accepted.counts if isinstance(accepted, DeviceCounts) else done.accepted
+            self._parts.buffers.commit(step.host, counts)
+        self.states.commit(step, done, accepted)
+        for group, pool in self._parts.stored():
+            moves = done.moves.get(group.table)
+            if moves is not None and len(moves):
+                source, target = torch.from_numpy(moves).unbind(1)
+                pool.move(target, source)
+        return done
+
+    # ---- graphs ------------------------------------------------------------------------------
+
+    def graph(self, batch: int, tokens: int = 1, total: int | None = None) -> Graph:
+        """A graph for steps of up to ``batch`` requests with ``tokens`` new tokens each.
+
+        With ``total`` the requests have any numbers of tokens, together up to ``total``: whole
+        prefills. Smaller steps are padded on the sink. On a GPU whose backends only launch device
+        work it is a CUDA graph; elsewhere replays call the captured function.
+
+        Raises:
+            SpecError: more requests or tokens than planned.
+        """
+        parts = self._parts
+        shape = graph_shape(self.plan, batch, tokens, total)
+        place = GraphPlace(self.plan, parts.buffers, self._graphs)
+        self._graphs += 1
+        runners = parts.runners.values()
+        captures = parts.arena.is_cuda and all(runner.capturable for runner in runners)
+        return Graph(place, shape, runners, CudaRecorder() if captures else CallRecorder())
+
+    def fill(self, graph: Graph, step: Step) -> None:
+        """Make ``step`` the next replay's of ``graph``.
+
+        Raises:
+            SpecError: a step that the graph's shape does not hold.
+            BooksError: as ``attend``.
+        """
+        check_step(step, self._parts.buffers)
+        graph.fill(step)
+
+    # ---- attention ---------------------------------------------------------------------------
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        step: Step,
+        *,
+        group: str = "",
+        mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        select: Tensor | None = None,
+    ) -> Tensor:
+        """Write K and V of the step's new tokens, then attend over all that the layer sees.
+
+        ``q`` [tokens, q_heads, head_dim]; ``k`` [tokens, kv_heads, head_dim] and ``v`` [tokens,
+        kv_heads, v_head_dim]; out [tokens, q_heads, v_head_dim] in q's dtype. MLA: q [tokens,
+        q_heads, kv_lora_rank + qk_rope_head_dim], already absorbed, k the latent [tokens,
+        kv_lora_rank], v the rope key [tokens, qk_rope_head_dim]; out [tokens, q_heads,
+        kv_lora_rank]. ``k = v = None`` only reads. ``group`` names the spec's group where a layer
+        attends in two (self and cross). ``mask``, ``sinks`` and ``select``: see ``AttendExtra``.
+
+        Raises:
+            SpecError: a layer that attends in no or several groups, or tensors of a wrong shape or
+                type; nothing is written then.
+            BooksError: a step of another cache, or one whose place a later step has taken.
+        """
+        route = self._work.router.attention(layer, group)
+        extra = AttendExtra(mask=mask, sinks=sinks, select=select)
+        self._work.check_attend(route, q, (k, v), step, extra)
+        if k is not None:
+            self._work.write(layer, step, {"k": k, "v": v}, group)
+        return self._work.attend(route, q, step, (k, v), extra)
+
+    def select(
+        self,
+        layer: int,
+        q_index: Tensor,
+        k_index: Tensor | None,
+        step: Step,
+        *,
+        weights: Tensor | None = None,
+        v_index: Tensor | None = None,
+        group: str = "",
+    ) -> Tensor:
+        """Write the index keys of the step's new entries, then select what each token attends to.
+
+        ``q_index`` [tokens, index_heads, head_dim], ``k_index`` [entries, head_dim], ``v_index``
+        [entries, v_head_dim] where the group keeps index values, ``weights`` float [tokens,
+        index_heads]. Out: token positions int32 [tokens, width], ascending, -1 padded, for
+        ``attend(select=)`` of this layer and of later ones without index keys. ``k_index = None``
+        only reads: the keys were given to ``write``.
+
+        Raises:
+            SpecError: a layer without index keys, or tensors of a wrong shape or type.
+            BooksError: as ``attend``.
+        """
+        route = self._work.router.index(layer, group)
+        self._work.check_select(route, q_index, step, weights)
+        if k_index is not None:
+            self._work.write(layer, step, {"index_k": k_index, "index_v": v_index}, group)
+        return self._work.select(route, q_index, step, weights)
+
+    def write(self, layer: int, step: Step, *, group: str = "", **rows: Tensor | None) -> None:
+        """Write several groups of ``layer`` at once, or nothing: K and V, and index keys.
+
+        ``k=`` and ``v=`` as for ``attend``, ``index_k=`` and ``index_v=`` as for ``select``, which
+        then have None for them; ``group`` names the attention group where there are two. Of
+        groups with ``tokens_per_entry`` one row for each entry that the step completes.
+
+        Raises:
+            SpecError: an unknown name, a layer without such a group, or tensors of a wrong shape.
+        """
+        self._work.write(layer, step, rows, group)
+
+    def gate(self, layers: Sequence[int] | None = None) -> Gate:
+        """A closed gate before ``layers`` (None: all), for a load that arrives layer by layer.
+
+        ``attend``, ``select`` and ``state`` of a layer wait until ``gate.open(layer)``.
+        """
+        return self._work.gate(None if layers is None else tuple(layers))
+
+    def state(self, layer: int, step: Step, group: str = "") -> StateViews:
+        """The recurrent states of ``layer`` for the step's kernels: see ``StateViews``.
+
+        Raises:
+            SpecError: a layer of no or several recurrent groups.
+            BooksError: as ``attend``.
+        """
+        route = self._work.router.recurrence(layer, group)
+        check_step(step, self._parts.buffers)
+        self._work.pass_gates(route)
+        return self.states.views(route.group, route.index, step)
+
+    # ---- lower doors -------------------------------------------------------------------------
+
+    def pool(self, layer: int, group: str = "") -> tuple[Pool, int]:
+        """The pool that keeps ``layer`` and the layer's index in it; ``group`` where it has two."""
+        route = self._work.router.storage(layer, group)
+        return self._parts.pools[route.group.name], route.index
+
+    def backend(self, layer: int, group: str = "") -> AttentionRunner:
+        """The backend that attends for ``layer``."""
+        return self._work.runner(self._work.router.attention(layer, group).group)
+
+    def selector_of(self, layer: int) -> int | None:
+        """The layer whose selection ``layer`` attends over, itself included; None for no layer."""
+        return self._work.router.selector_of(layer)
+
+    def groups(self, layer: int) -> tuple[GroupPlan, ...]:
+        """The groups that ``layer`` keeps or reads something in."""
+        return tuple(group for group, _ in self.plan.owners.get(layer, ()))

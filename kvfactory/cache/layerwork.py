@@ -1,0 +1,191 @@
+"""The work of one layer in a step: write what is new, select, attend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvfactory.backends import AttendExtra, AttentionRunner, SelectRunner
+from kvfactory.cache.arguments import Query, check_step
+from kvfactory.cache.gate import Gate
+from kvfactory.cache.parts import Parts
+from kvfactory.cache.routing import Route, Router
+from kvfactory.errors import BooksError, BuildError, Problem, SpecError, did_you_mean
+from kvfactory.planning.cacheplan import Attention, GroupPlan, Select
+from kvfactory.pools import Write
+from kvfactory.steps.entries import entry_slots
+from kvfactory.steps.step import Step
+
+ATTENTION_ROWS = ("k", "v")
+INDEX_ROWS = ("index_k", "index_v")
+New = tuple[Tensor | None, Tensor | None]
+"""K and V of the new tokens as they came, or nothing of both."""
+
+
+class LayerWork:
+    """Writes, selections and attention of a cache's layers."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._gates: list[Gate] = []
+        self.router = Router(parts.plan)
+        asked = [g for g in parts.plan.groups if isinstance(g.work, Attention | Select)]
+        self._queries = {group.name: Query.of(group) for group in asked}
+
+    def gate(self, layers: tuple[int, ...] | None) -> Gate:
+        """A closed gate before ``layers``, or all that keep something of their own."""
+        kept = [layer for group in self._parts.plan.groups for layer in group.layers]
+        wrong = [] if layers is None else [layer for layer in layers if layer not in kept]
+        if wrong:
+            raise SpecError(Problem("gate(layers)", repr(wrong[0]), "layers that keep something"))
+        kept = kept if layers is None else list(layers)
+        gate = Gate(kept, self._parts.arena.device)
+        self._gates.append(gate)
+        return gate
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def write(self, layer: int, step: Step, rows: Mapping[str, Tensor | None], group: str) -> None:
+        """``Cache.write``: everything is checked before anything is written."""
+        check_step(step, self._parts.buffers)
+        given = {name: value for name, value in rows.items() if value is not None}
+        for name in given:
+            if name not in ATTENTION_ROWS + INDEX_ROWS:
+                known = ATTENTION_ROWS + INDEX_ROWS
+                need = f"one of {', '.join(known)}"
+                close = did_you_mean(name, known)
+                raise SpecError(Problem(f"write({name}=)", "an unknown row", need, close))
+        writes: list[Write] = []
+        if not given.keys().isdisjoint(ATTENTION_ROWS):
+            route = self.router.attention(layer, group)
+            writes.append(self._ready(route, step, given, ATTENTION_ROWS))
+        if not given.keys().isdisjoint(INDEX_ROWS):
+            writes.append(self._ready(self.router.index(layer, ""), step, given, INDEX_ROWS))
+        self._parts.write(writes)
+
+    def _ready(
+        self, route: Route, step: Step, given: Mapping[str, Tensor], names: tuple[str, str]
+    ) -> Write:
+        values = [given[name] for name in names if name in given]
+        route.check_writable(len(values))
+        self._check_entries(route.group, step)
+        rows = {
+            tensor.name: value.unsqueeze(1) if value.dim() == 2 else value
+            for tensor, value in zip(route.group.tensors, values, strict=True)
+        }
+        slots = entry_slots(route.group, step)
+        return self._parts.pools[route.group.name].ready(route.index, slots, **rows)
+
+    def _check_entries(self, group: GroupPlan, step: Step) -> None:
+        """Refuse entries of several tokens where the host cannot know which tokens complete one.
+
+        Raises:
+            BooksError: the step was made while drafts before it were undecided.
+        """
+        if group.tokens_per_entry == 1 or step.host.settled.all():
+            return
+        if self._parts.plan.limits.draft_tokens:
+            got = f"{group.tokens_per_entry} tokens an entry, behind drafts that were undecided"
+            need = "a step made when the lengths before it are known"
+            fix = "commit that step first"
+            raise BooksError(Problem(f"write(group {group.name})", got, need, fix))
+
+    def check_tree(self) -> None:
+        """Refuse draft trees where an entry would be made of tokens of several branches.
+
+        Raises:
+            SpecError: a group has more than one token per entry.
+        """
+        wrong = [
+            Problem(
+                f"extend(parents=), group {group.name}",
+                f"{group.tokens_per_entry} tokens an entry",
+                "drafts in a chain",
+            )
+            for group in self._parts.plan.groups
+            if group.tokens_per_entry > 1
+        ]
+        if wrong:
+            raise SpecError(*wrong)
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def check_attend(
+        self, route: Route, q: Tensor, new: New, step: Step, extra: AttendExtra
+    ) -> None:
+        """Refuse what ``attend`` cannot use, before anything is written.
+
+        Raises:
+            BooksError: a step of another cache, or one that is over.
+            SpecError: tensors that do not fit the group and the step.
+        """
+        check_step(step, self._parts.buffers)
+        if new[0] is None and new[1] is not None:
+            raise SpecError(Problem("attend(k=)", "None beside v", "k and v, or neither"))
+        self._queries[route.group.name].check(q, step, extra)
+
+    def check_select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> None:
+        """The same for ``select``.
+
+        Raises:
+            BooksError, SpecError: as ``check_attend``.
+        """
+        check_step(step, self._parts.buffers)
+        query = self._queries[route.group.name]
+        query.check(q, step)
+        query.check_weights(weights, step)
+
+    def select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> Tensor:
+        """Selection over the index keys of ``route``."""
+        runner = self.selector(route.group)
+        self.pass_gates(route)
+        return runner.select(route.index, q, step, weights)
+
+    def attend(
+        self,
+        route: Route,
+        q: Tensor,
+        step: Step,
+        new: New,
+        extra: AttendExtra,
+    ) -> Tensor:
+        """Attention over what ``route`` holds; ``new`` are K and V as they came."""
+        runner = self.runner(route.group)
+        self.pass_gates(route)
+        if runner.takes_new:
+            extra = replace(extra, new_k=new[0], new_v=new[1])
+        return runner.attend(route.index, q, step, extra)
+
+    def runner(self, group: GroupPlan) -> AttentionRunner:
+        """The backend that attends over ``group``.
+
+        Raises:
+            BuildError: the memory stores nothing to attend over.
+        """
+        if group.name not in self._parts.runners:
+            raise BuildError(_nothing_stored(group, "attend over"))
+        return self._parts.runners[group.name]
+
+    def selector(self, group: GroupPlan) -> SelectRunner:
+        """The backend that selects among the index keys of ``group``.
+
+        Raises:
+            BuildError: the memory stores nothing to select from.
+        """
+        if group.name not in self._parts.selectors:
+            raise BuildError(_nothing_stored(group, "select from"))
+        return self._parts.selectors[group.name]
+
+    def pass_gates(self, route: Route) -> None:
+        """Wait, in the order of the current stream, for what is still being loaded."""
+        for gate in self._gates:
+            gate.wait(route.group.layers[route.index])
+        if self._gates:
+            self._gates = [gate for gate in self._gates if not gate.done]
+
+
+def _nothing_stored(group: GroupPlan, use: str) -> Problem:
+    got = "memory that stores nothing"
+    return Problem(f"group {group.name}", got, f"memory with storage to {use}", "memory=auto")

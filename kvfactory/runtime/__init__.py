@@ -1,1 +1,0 @@
-"""What a cache does between open and close: steps, layers, graphs, retraction."""
