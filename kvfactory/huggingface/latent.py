@@ -39,14 +39,14 @@ def rope_magnitude(config: Fields) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def read_index(config: Fields, selects: str = "latent") -> Group:
+def read_index(config: Fields) -> Group:
     """Index keys of DeepSeek sparse attention, pooled where ``index_kpool`` says so."""
     pool = config.integer("index_kpool", default=1)
     topk = config.integer("index_topk")
     if topk % pool:
         config.clash(["index_topk", "index_kpool"], "whole pools to select")
     return index(
-        selects,
+        "latent",
         config.integer("index_n_heads"),
         config.integer("index_head_dim"),
         max(topk // pool, 1),

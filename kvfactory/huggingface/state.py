@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from kvfactory.huggingface.attention import STANDARD, Keys, Rule, keep_attention
+from kvfactory.huggingface.attention import STANDARD, Rule, keep_attention
 from kvfactory.huggingface.family import Geometry
 from kvfactory.huggingface.fields import Fields
 from kvfactory.huggingface.groups import Group, Kept, collect, linear
@@ -97,7 +97,6 @@ def read_hybrid(
     rule: Rule | None = None,
     key: str = "layer_types",
     layers: int | None = None,
-    context: Keys = STANDARD,
 ) -> Geometry:
     """Layers that attend and layers with a state; ``states`` reads the state of a layer type.
 
@@ -109,7 +108,7 @@ def read_hybrid(
     attend = {n: FULL if kind == HYBRID else kind for n, kind in enumerate(found)}
     attend = {n: kind for n, kind in attend.items() if kind in (FULL, LOCAL)}
     kept = [*keep_attention(config, attend, count, rule or Rule()), *_states(config, found, states)]
-    return Geometry(count, collect(count, kept), config.tokens(*context.context))
+    return Geometry(count, collect(count, kept), config.tokens(*STANDARD.context))
 
 
 def _states(

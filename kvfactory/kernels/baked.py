@@ -141,7 +141,7 @@ class Part(Baked):
 class CopySpec(Baked):
     """All parts of a unit; ``page_slots`` is 1 where units are pages.
 
-    ``image`` is the size of a unit's dense image in bytes.
+    ``image_bytes`` is the size of a unit's dense image.
     """
 
     parts: tuple[Part, ...]

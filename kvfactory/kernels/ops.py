@@ -23,7 +23,7 @@ from kvfactory.kernels.compiled import (
     copy_programs,
     row_programs,
 )
-from kvfactory.kernels.errors import ErrorWords
+from kvfactory.kernels.errorwords import ErrorWords
 from kvfactory.kernels.launch import Kernel
 from kvfactory.pools import GroupViews, Keep, MakeOps, Ops, TorchOps
 from kvfactory.quant.codec import DeviceCodec

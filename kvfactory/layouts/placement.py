@@ -86,7 +86,7 @@ def place(
     left = _resolve(patterns[0].shared, patterns[0], planes[0], outer)
     shared, total = _dense(left, align_up(cursor, unit))
     placed = {
-        plane.key: _logical(plane, outer, shared | strides, offset)
+        plane.key: _logical(plane, shared | strides, offset)
         for plane, (offset, strides) in zip(planes, inner, strict=True)
     }
     return Placement(placed, total)
@@ -138,9 +138,7 @@ def _dense(parts: Sequence[_Part], unit_bytes: int) -> tuple[dict[_Part, int], i
     return strides, span
 
 
-def _logical(
-    plane: Extents, outer: Mapping[str, int], strides: Mapping[_Part, int], offset: int
-) -> Strided:
+def _logical(plane: Extents, strides: Mapping[_Part, int], offset: int) -> Strided:
     order = ["layer", "page", *(name for name, _ in plane.axes)]
     parts = sorted(strides, key=lambda part: (order.index(part.name), part.rank))
     return Strided(

@@ -15,10 +15,10 @@ def resolve_layout(k: str, v: str | None, scale: str | None, path: str) -> Layou
     Raises:
         SpecError: an unknown name or a malformed pattern; paths begin with ``path``.
     """
-    base = _one(k, "k", path)
+    base = _one(k, path)
     others = {fam: text for fam, text in (("v", v), ("scale", scale)) if text is not None}
     if others:
-        texts = {fam: _one(text, fam, f"{path}.{fam}").text(fam) for fam, text in others.items()}
+        texts = {fam: _one(text, f"{path}.{fam}").text(fam) for fam, text in others.items()}
         base = Layout("custom", base.k, texts.get("v", base.v), texts.get("scale", base.scale))
     wrong = base.problems(path)
     if wrong:
@@ -33,6 +33,6 @@ def layout_name(pattern: str) -> str:
     return same[0].name if same else ""
 
 
-def _one(text: str, family: str, path: str) -> Layout:
+def _one(text: str, path: str) -> Layout:
     """A value with ``plane`` in it is a pattern, else the name of a layout."""
     return Layout("custom", text) if "plane" in text.split() else LAYOUTS.get(text, path)

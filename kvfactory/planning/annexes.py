@@ -42,7 +42,7 @@ def draft_annexes(spec: Spec, drafts: Iterable[Draft], findings: Findings) -> tu
     findings.check()
     findings.notes += _unused(spec, bool(linear))
     return tuple(
-        _annex(base, annex, tensors, spec)
+        _annex(base, annex, tensors)
         for base, group in linear
         for annex, tensors in _annexes(base, group, spec)
     )
@@ -78,7 +78,7 @@ def _annexes(
         yield Annex(base.name, "checkpoints"), states
 
 
-def _annex(base: Draft, annex: Annex, tensors: tuple[Logical, ...], spec: Spec) -> Draft:
+def _annex(base: Draft, annex: Annex, tensors: tuple[Logical, ...]) -> Draft:
     key = {"snapshots": ROWS, "ring": base.key, "checkpoints": CHECKPOINTS}[annex.use]
     quant = Plugin(name="state_int8") if annex.use == "checkpoints" else DEFAULT_QUANT
     path, layout = choose_layout("state", ())

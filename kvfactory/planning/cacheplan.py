@@ -124,7 +124,8 @@ class GroupPlan:
 
     ``group`` is the spec's group; ``name`` adds the recipe (``full.edge``). ``layers`` are model
     layer ids, in the order of the index in the group. A page holds ``page_slots`` entries of
-    ``tokens_per_entry`` tokens each. ``work`` says what the group computes.
+    ``tokens_per_entry`` tokens each. ``layout`` is K's pattern; each plane knows its own place.
+    ``work`` says what the group computes.
     """
 
     name: str
@@ -174,7 +175,7 @@ class TablePlan:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """State slots, ``slots_per_request`` a request; the groups in ``table`` share slot ids."""
+    """State slots, ``slots_per_request`` a request; the groups of table ``name`` share slot ids."""
 
     name: str
     num_slots: int
@@ -250,7 +251,8 @@ class CachePlan:
     address space of their own.
     ``annexes`` are snapshots and checkpoints of recurrent groups, which no sequence owns.
     ``step_bytes`` apart are the fields of one open step. ``binding`` says in words what limits
-    the number of requests; ``notes`` are settings that had no effect.
+    the number of requests; ``notes`` are what else a reader should know, such as settings that
+    had no effect.
     """
 
     spec: Spec

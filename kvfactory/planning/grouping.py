@@ -51,7 +51,7 @@ class Draft:
 
 @dataclass
 class Findings:
-    """Problems that stop the plan, and notes on settings that had no effect."""
+    """Problems that stop the plan, and notes on what a reader of the plan should know."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -226,8 +226,7 @@ def _lifetime(group: Group) -> Lifetime:
     kind = KINDS[group.kind]
     if not isinstance(group, AttentionGroup):
         return Lifetime(kind.lifetime)
-    tokens = group.window_tokens or group.chunk_tokens or group.encoder_tokens
-    return Lifetime(kind.lifetime, tokens or 0)
+    return Lifetime(kind.lifetime, group.__dict__[kind.reach] if kind.reach else 0)
 
 
 def _group_problems(spec: Spec, name: str, group: Group) -> Iterator[Problem]:

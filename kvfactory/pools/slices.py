@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvfactory.errors import Problem, SpecError
-from kvfactory.planning.cacheplan import GroupPlan, PlanePlan, Recurrence, TensorPlan
+from kvfactory.planning.cacheplan import GroupPlan, PlanePlan, Recurrence
 from kvfactory.pools.transfer import Region
 
 SLICED = ("head", "channel")
@@ -43,7 +43,7 @@ def slicings(group: GroupPlan) -> tuple[Slicing, ...]:
     found = []
     for tensor in group.tensors:
         for plane in tensor.planes:
-            axis, blocks = _blocks(group, tensor, plane)
+            axis, blocks = _blocks(group, plane)
             pieces = list(_pieces(plane, axis, 0, blocks[0].extent))
             layers = {layer for layer, _, _ in pieces}
             extents, heads = zip(*blocks, strict=True)
@@ -64,7 +64,7 @@ def slice_regions(group: GroupPlan, part: int, parts: int) -> tuple[Region, ...]
     found: list[Region] = []
     for tensor in group.tensors:
         for plane in tensor.planes:
-            axis, blocks = _blocks(group, tensor, plane)
+            axis, blocks = _blocks(group, plane)
             for start, extent in _shares(plane, axis, blocks, part, parts):
                 found += _regions(group, plane, axis, start, extent)
     return tuple(found)
@@ -77,21 +77,19 @@ class _Block(NamedTuple):
     heads: int
 
 
-def _blocks(
-    group: GroupPlan, tensor: TensorPlan, plane: PlanePlan
-) -> tuple[str, tuple[_Block, ...]]:
+def _blocks(group: GroupPlan, plane: PlanePlan) -> tuple[str, tuple[_Block, ...]]:
     """The axis that ranks share, and what is stacked along it; no axis when replicated."""
     sizes = dict(zip(plane.place.axes, plane.place.shape, strict=True))
     for axis in SLICED:
         if axis in sizes:
-            return axis, _stacked(group, tensor, axis, sizes[axis])
+            return axis, _stacked(group, axis, sizes[axis])
         if any(label.startswith((f"{axis}/", f"{axis}%")) for label in sizes):
             need = f"a layout that keeps {axis} whole, to share it among ranks"
             raise SpecError(Problem(f"layout of {plane.key}", f"'{group.layout}'", need))
     return "", (_Block(1, 1),)
 
 
-def _stacked(group: GroupPlan, tensor: TensorPlan, axis: str, extent: int) -> tuple[_Block, ...]:
+def _stacked(group: GroupPlan, axis: str, extent: int) -> tuple[_Block, ...]:
     """A convolution runs over q, k and v (Mamba-2: x, B and C) stacked in one tensor."""
     states = [other.logical for other in group.tensors if "value" in dict(other.logical.axes)]
     if axis != "channel" or not states or not isinstance(group.work, Recurrence):

@@ -7,9 +7,8 @@ from kvfactory.reference.attention import Oracle
 from kvfactory.reference.conv import causal_conv
 from kvfactory.reference.dense import dense_attention, visible_keys
 from kvfactory.reference.drives import gated_delta, kimi_delta, lightning, mamba1, mamba2
-from kvfactory.reference.recurrence import Drive, chunk, scan, step
+from kvfactory.reference.recurrence import Drive, chunk, scan
 from kvfactory.reference.select import Rule, Selected, Selector, choose, rule_of
-from kvfactory.reference.softmax import merge
 
 __all__ = [
     "Drive",
@@ -26,9 +25,7 @@ __all__ = [
     "lightning",
     "mamba1",
     "mamba2",
-    "merge",
     "rule_of",
     "scan",
-    "step",
     "visible_keys",
 ]

@@ -6,10 +6,9 @@
     o  = q S
 
 Mamba-1, Mamba-2, gated delta, Kimi delta and lightning attention are this rule with different
-``Drive``s; see ``drives``. ``scan`` applies ``step`` token by token and is the definition;
-``chunk`` computes the same in blocks of tokens: the decays between any two tokens of a block, one
-triangular solve for u, one update of the state (Yang et al., Gated Delta Networks,
-arXiv:2412.06464).
+``Drive``s; see ``drives``. ``scan`` goes token by token and is the definition; ``chunk`` computes
+the same in blocks of tokens: the decays between any two tokens of a block, one triangular solve for
+u, one update of the state (Yang et al., Gated Delta Networks, arXiv:2412.06464).
 
 Arithmetic is float32 (float64 for float64 drives). States are stored with their axes in any order;
 ``axes`` names it, and results come back in it. Nothing is changed in place.
@@ -73,20 +72,14 @@ class Drive:
         )
 
 
-def step(state: Tensor, axes: tuple[str, ...], drive: Drive) -> tuple[Tensor, Tensor]:
-    """One token: output [..., 1, head, value] and the state after it.
+def scan(state: Tensor, axes: tuple[str, ...], drive: Drive) -> tuple[Tensor, Tensor]:
+    """n tokens one by one: output [..., n, head, value] and the state after them.
 
     Args:
         state: [..., *axes], any float type.
         axes: a permutation of head, key and value, or channel and state for Mamba-1.
-        drive: of one token.
+        drive: of the n tokens.
     """
-    assert drive.tokens == 1, f"step takes one token, not {drive.tokens}"
-    return _run(state, axes, drive, _sequential)
-
-
-def scan(state: Tensor, axes: tuple[str, ...], drive: Drive) -> tuple[Tensor, Tensor]:
-    """n tokens one by one: output [..., n, head, value] and the state after them."""
     return _run(state, axes, drive, _sequential)
 
 

@@ -32,16 +32,13 @@ class Rule:
     """How many units to choose, and of what.
 
     ``block_entries`` index entries of ``per_entry`` tokens make a unit. With ``blocks`` the block
-    rule scores, and the first ``init_blocks`` and last ``local_blocks`` units up to the query are
-    chosen first; else the weighted rule.
+    rule scores; else the weighted rule.
     """
 
     topk: int
     per_entry: int = 1
     block_entries: int = 1
     blocks: bool = False
-    init_blocks: int = 0
-    local_blocks: int = 1
 
     @property
     def unit_tokens(self) -> int:
@@ -158,13 +155,11 @@ def _scores(q: Tensor, k: Tensor, positions: Tensor, rule: Rule, weights: Tensor
 
 
 def _forced(scores: Tensor, positions: Tensor, rule: Rule) -> Tensor:
-    """``scores`` with +inf for the first and the query's own blocks."""
+    """``scores`` with +inf for the query's own block."""
     own = positions[:, None] // rule.unit_tokens
     number = torch.arange(scores.shape[1], device=scores.device)
-    local = (number <= own) & (number > own - rule.local_blocks)
-    first = (number < rule.init_blocks) & (number <= own)
     seen = scores > -torch.inf
-    return scores.masked_fill(seen & (local | first), torch.inf)
+    return scores.masked_fill(seen & (number == own), torch.inf)
 
 
 def _top(scores: Tensor, topk: int) -> Tensor:

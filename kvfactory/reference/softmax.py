@@ -5,7 +5,6 @@ Legend: ``rows`` queries of a block, ``n`` entries, ``H`` kv heads, ``G`` q head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,20 +69,6 @@ def attend(
     blocks = (queries.block(at, at + rows) for at in range(0, count, rows))
     outs, sums = zip(*(_block(block, stored, work, sinks) for block in blocks), strict=True)
     return torch.cat(outs), torch.cat(sums)
-
-
-def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over several disjoint sets of keys as one: output and LSE.
-
-    ``parts`` are outputs [tokens, q_heads, v_dim] with their LSE [tokens, q_heads]; sinks belong
-    to one part only. As the split softmax of FlashAttention (arXiv:2205.14135).
-    """
-    outs = torch.stack([out for out, _ in parts])
-    sums = torch.stack([lse for _, lse in parts])
-    total = torch.logsumexp(sums, 0)
-    shares = (sums - total.masked_fill(total == -torch.inf, 0.0)).exp()
-    out = (outs.to(sums.dtype) * shares[..., None]).sum(0)
-    return out.to(outs.dtype), total
 
 
 def first_visible(work: Attention, positions: Tensor) -> Tensor:

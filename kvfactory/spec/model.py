@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvfactory.kinds import KINDS
+
 Positive = Annotated[int, Field(ge=1, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.+-]*$")]
@@ -50,11 +52,8 @@ class AttentionGroup(GroupBase):
 
     @model_validator(mode="after")
     def _reach_matches_kind(self) -> AttentionGroup:
-        for field, kind in (
-            ("window_tokens", "swa"),
-            ("chunk_tokens", "chunked"),
-            ("encoder_tokens", "cross"),
-        ):
+        fields = {name: kind.reach for name, kind in KINDS.items() if kind.reach}
+        for kind, field in fields.items():
             given = self.__dict__[field] is not None
             if given and self.kind != kind:
                 raise ValueError(f"no {field} for kind {self.kind}: it belongs to kind {kind}")

@@ -18,7 +18,7 @@ from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan
 from kvfactory.quant.numerics import torch_dtype
 from kvfactory.reference import dense_attention, visible_keys
 from kvfactory.steps.step import Step
-from kvfactory.verify.errors import Constants, ErrorMeter, storage_errors
+from kvfactory.verify.meter import Constants, ErrorMeter, storage_errors
 from kvfactory.verify.workload import Inputs, Workload
 
 
@@ -104,7 +104,7 @@ class Verifier:
     """Draws the inputs of each step, remembers them, and compares the answers.
 
     ``constants`` by group name are what the cache stores with (one layer's; defaults otherwise).
-    Requests are told apart by their row; ``forget`` a row before it is used for another.
+    Requests are told apart by their row, so each row serves one.
     """
 
     def __init__(
@@ -152,10 +152,6 @@ class Verifier:
                 history = self._history(group, layer, row)
                 want = history.attend(inputs.q[part], step.positions[part], sinks, chosen)
                 self.meter.add(group.name, out[part], want)
-
-    def forget(self, row: int) -> None:
-        """Drop what the request of ``row`` was given."""
-        self._histories = {k: h for k, h in self._histories.items() if k[2] != row}
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """One verdict per attention group."""

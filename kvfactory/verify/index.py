@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, Select
 from kvfactory.steps.step import Step
 from kvfactory.verify.attention import Verdict, new_entries
-from kvfactory.verify.errors import Constants, round_trip
+from kvfactory.verify.meter import Constants, round_trip
 from kvfactory.verify.workload import Inputs, Workload
 
 ROUNDING = 1e-5
@@ -90,10 +90,6 @@ class IndexChecker:
                 weights = None if inputs.weights is None else inputs.weights[part]
                 dense = DenseTopK(group, inputs.q[part], step.positions[part], weights)
                 _check(dense, keys, selected[part], count)
-
-    def forget(self, row: int) -> None:
-        """Drop what the request of ``row`` was given."""
-        self._keys = {key: keys for key, keys in self._keys.items() if key[2] != row}
 
     def verdict(self, group: GroupPlan) -> Verdict:
         """The share of wrong units of ``group``, of which none may be."""

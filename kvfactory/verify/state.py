@@ -18,7 +18,7 @@ from kvfactory.spec import LinearGroup
 from kvfactory.states import StateViews
 from kvfactory.steps.step import Step
 from kvfactory.verify.attention import Verdict
-from kvfactory.verify.errors import ErrorMeter, round_trip
+from kvfactory.verify.meter import ErrorMeter, round_trip
 from kvfactory.verify.recurrent import LinearInputs, LinearLayer
 
 ROUNDING = 2e-3

@@ -21,7 +21,7 @@ from kvfactory.cache import Cache
 from kvfactory.planning.cacheplan import Annex, GroupPlan, Recurrence
 from kvfactory.states.planes import device_ids, fetch, store
 from kvfactory.steps.step import Step
-from kvfactory.verify.errors import round_trip
+from kvfactory.verify.meter import round_trip
 from kvfactory.verify.recurrent import State
 
 States = dict[tuple[str, int], State]

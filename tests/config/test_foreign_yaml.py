@@ -150,9 +150,7 @@ def test_another_primary_folder(acme: Acme) -> None:
     assert compose("workload.tokens=5", conf=root).workload.tokens == 5
 
 
-def test_huggingface_configs_take_overrides_on_top(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_huggingface_configs_take_overrides_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
     group = {"kind": "full", "layers": "0-1", "q_heads": 4, "kv_heads": 2, "head_dim": 8}

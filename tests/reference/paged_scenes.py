@@ -17,8 +17,6 @@ from kvfactory.reference import Oracle
 from kvfactory.spec import Spec
 from kvfactory.steps.step import Step, StepArrays, TableArrays
 
-Visible = Callable[[int, int], bool]
-
 
 def group_plan(page_tokens: int = 4, **group: Any) -> GroupPlan:
     """The plan of a model with one attention group."""

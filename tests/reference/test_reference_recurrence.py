@@ -20,7 +20,6 @@ from kvfactory.reference import (
     mamba1,
     mamba2,
     scan,
-    step,
 )
 
 TOKENS = 37
@@ -137,7 +136,7 @@ def test_steps_equal_scan_and_any_split_of_chunks(case: Case) -> None:
     want, end = scan(start, axes, drive)
     state, outs = start, []
     for token in range(TOKENS):
-        out, state = step(state, axes, drive.part(token, token + 1))
+        out, state = scan(state, axes, drive.part(token, token + 1))
         outs.append(out)
     close(torch.cat(outs, -3), want)
     close(state, end)

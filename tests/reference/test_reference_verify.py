@@ -16,7 +16,7 @@ from kvfactory.planner import plan
 from kvfactory.reference import Selector
 from kvfactory.spec import Spec
 from kvfactory.verify.attention import History, Verdict, Verifier, acceptance
-from kvfactory.verify.errors import ErrorMeter, storage_errors
+from kvfactory.verify.meter import ErrorMeter, storage_errors
 from kvfactory.verify.workload import Workload
 
 GQA: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}

@@ -12,7 +12,7 @@ from kvfactory.books import Sequence as SequenceId
 from kvfactory.builder import build
 from kvfactory.cache import Cache
 from kvfactory.planner import plan
-from kvfactory.planning.cacheplan import GroupPlan, Recurrence
+from kvfactory.planning.cacheplan import Recurrence
 from kvfactory.spec import LinearGroup, Spec
 from kvfactory.states.planes import fetch
 from kvfactory.steps.step import Step
@@ -144,7 +144,3 @@ def compare(got: State, want: State, exact: bool = False) -> None:
 
 def inputs_tokens(inputs: LinearInputs) -> int:
     return len(next(iter((*inputs.conv, *inputs.drawn.values()))))
-
-
-def group_named(cache: Cache, name: str) -> GroupPlan:
-    return cache.plan.by_name[name]
