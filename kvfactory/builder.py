@@ -20,7 +20,7 @@ from kvfactory.cache import Cache
 from kvfactory.cache.parts import Parts
 from kvfactory.calibration import required_constants
 from kvfactory.calibration.checkpoint import read_constants
-from kvfactory.errors import BuildError, Problem
+from kvfactory.errors import BuildError, OutOfMemory, Problem
 from kvfactory.memory import MEMORIES
 from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import MakeOps, Pool, TorchOps
@@ -36,7 +36,8 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
     """The cache of ``plan`` on ``device`` (default: the plan's device type).
 
     Raises:
-        BuildError: a device that is not the one planned for, or too little free memory.
+        OutOfMemory: too little free memory; a BuildError too.
+        BuildError: a device that is not the one planned for, or a library that is missing.
         SpecError: ``kv.constants`` names a file that lacks a constant or cannot be used.
     """
     target = device or plan.spec.device.type
@@ -155,7 +156,8 @@ def _check_device(plan: CachePlan, device: torch.device) -> None:
     planned = plan.spec.device
     if device.type != planned.type:
         need = f"a device of type {planned.type}, which the plan is for"
-        raise BuildError(Problem("device", str(device), need, f"device={device.type}"))
+        fix = "device=auto" if device.type == "cuda" else "device=cpu"
+        raise BuildError(Problem("device", str(device), need, fix))
     if device.type != "cuda":
         return
     if not torch.cuda.is_available():
@@ -179,11 +181,11 @@ def _allocate(plan: CachePlan, device: str) -> Tensor:
     memory = MEMORIES.get(plan.memory, "memory.name")
     free = _free_bytes(device, plan.memory)
     if free is not None and free < plan.bytes:
-        raise BuildError(_short(plan, f"{free} B free"))
+        raise OutOfMemory(_short(plan, f"{free} B free"))
     try:
         return memory.allocate(plan.bytes, device)
     except (MemoryError, RuntimeError) as error:
-        raise BuildError(_short(plan, str(error).splitlines()[0])) from error
+        raise OutOfMemory(_short(plan, str(error).splitlines()[0])) from error
 
 
 def _free_bytes(device: str, memory: str) -> int | None:

@@ -1,7 +1,8 @@
 """The command line: overrides in, one action run, an exit code out.
 
-Exit codes: 0 done, 1 something unexpected or a verification that failed, 2 bad input, 3 out of
-memory at build, 130 interrupted. Problems go to stderr, a line each.
+Exit codes: 0 done, 1 something unexpected or a verification that failed, 2 bad input, which
+includes a plan for what is not here, 3 out of memory at build, 130 interrupted. Problems go to
+stderr, a line each.
 
 A plain run composes on its own, without a Hydra application; flags such as ``-m``, ``--help``,
 ``--cfg`` and ``--info`` are Hydra's.
@@ -23,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvfactory.composer import Composed, Request, hydra_errors, load, read, version_base
 from kvfactory.config.devices import ask_driver, ask_torch
-from kvfactory.errors import BuildError, KVFactoryError, PlanError, Problem, SpecError, did_you_mean
+from kvfactory.errors import (
+    BuildError,
+    KVFactoryError,
+    OutOfMemory,
+    PlanError,
+    Problem,
+    SpecError,
+    did_you_mean,
+)
 from kvfactory.planner import plan
 
 if TYPE_CHECKING:
@@ -74,9 +83,9 @@ def _without_output(error: OSError) -> int:
 
 def exit_code(error: KVFactoryError) -> int:
     """The exit code that an error ends the process with."""
-    if isinstance(error, BuildError):
+    if isinstance(error, OutOfMemory):
         return OUT_OF_MEMORY
-    return BAD_INPUT if isinstance(error, SpecError | PlanError) else FAILED
+    return BAD_INPUT if isinstance(error, SpecError | PlanError | BuildError) else FAILED
 
 
 def perform(overrides: Sequence[str]) -> int:

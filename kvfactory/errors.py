@@ -37,7 +37,7 @@ class KVFactoryError(Exception):
 
 
 class SpecError(KVFactoryError):
-    """The configuration itself is malformed: unknown keys, wrong types, unknown plugins."""
+    """A configuration or an argument is malformed: unknown keys, wrong types, unknown plugins."""
 
 
 class PlanError(KVFactoryError):
@@ -49,7 +49,11 @@ class CapabilityError(PlanError):
 
 
 class BuildError(KVFactoryError):
-    """The plan does not fit the device it is built on."""
+    """What a plan needs is not here: its device, memory, a library, or bytes behind it."""
+
+
+class OutOfMemory(BuildError):  # noqa: N818
+    """The device has too little free memory for the arena."""
 
 
 class OutOfPages(KVFactoryError):  # noqa: N818

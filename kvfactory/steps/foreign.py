@@ -106,8 +106,6 @@ class _Table:
         self.before, self.after = before, after
         seen = [plan.lifetime.first_visible(int(position)) for position in before]
         self.first = int64(seen) // plan.page_tokens
-        if self.encoder:
-            self.first = np.zeros_like(before)
         self.stop = -(-after // plan.page_tokens)
 
     def problems(self) -> Iterator[Problem]:
@@ -175,7 +173,7 @@ def _shape_problems(plan: CachePlan, batch: ForeignBatch, size: int) -> Iterator
         got, need = f"{len(batch.cross_tokens)} numbers", str(size if encoders else 0)
         yield Problem("step(cross_tokens)", got, need)
     if len(batch.after) != size or (batch.rows is not None and len(batch.rows) != size):
-        yield Problem("step(lengths, rows)", "different lengths", f"{size} of each")
+        yield Problem("step(before, after, rows)", "different lengths", f"{size} of each")
 
 
 def _limit_problems(plan: CachePlan, rows: Int64, before: Int64, after: Int64) -> Iterator[Problem]:
@@ -191,7 +189,7 @@ def _limit_problems(plan: CachePlan, rows: Int64, before: Int64, after: Int64) -
         new = int((after - before).sum())
         if (before < 0).any() or (after < before).any() or new > limits.step_tokens:
             need = f"0 <= before <= after, at most {limits.step_tokens} new tokens in all"
-            yield Problem("step(lengths)", f"{new} new tokens", need)
+            yield Problem("step(before, after)", f"{new} new tokens", need)
 
 
 def _slot_problems(state: StatePlan, slots: Int64) -> Iterator[Problem]:

@@ -103,7 +103,7 @@ def test_bounds_are_checked() -> None:
         ({"tables": {"full": np.array([[1, 0], [2, pages]])}}, BooksError, f"page {pages}"),
         ({"tables": {"full": np.array([[1, 0], [2, 0]])}}, BooksError, "page 0"),
         ({"tables": {"full": np.array([[1], [2]])}}, BooksError, "6 tokens of request 1"),
-        ({"after": [3, 5000]}, SpecError, "new tokens"),
+        ({"after": [3, 5000]}, SpecError, r"step\(before, after\): got 4999 new tokens"),
         ({"after": [3, 90]}, BooksError, "90 tokens of request 1, need at most 8"),
         ({"states": {"state": [1, 99]}}, BooksError, "99"),
         ({"states": {"state": [1, 1]}}, BooksError, "each one once"),
@@ -114,7 +114,7 @@ def test_bounds_are_checked() -> None:
         ({"rows": [1, 1]}, SpecError, "each one once"),
         ({"rows": [1, 5]}, SpecError, "1..4"),
         ({"after": [3, 2]}, SpecError, "before <= after"),
-        ({"after": [3]}, SpecError, "different lengths"),
+        ({"after": [3]}, SpecError, r"step\(before, after, rows\): got different lengths"),
         ({"cross_tokens": [1, 2]}, SpecError, "cross_tokens"),
     ):
         with pytest.raises(error, match=match):

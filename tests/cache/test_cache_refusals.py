@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvfactory import Cache, build, plan
-from kvfactory.errors import BooksError, KVFactoryError, SpecError
+from kvfactory import Cache, CachePlan, build, plan
+from kvfactory.errors import BooksError, BuildError, KVFactoryError, OutOfMemory, SpecError
 from kvfactory.spec import Spec
 
 FULL = {"kind": "full", "layers": "0-1", "q_heads": 4, "kv_heads": 2, "head_dim": 32}
@@ -22,10 +22,14 @@ def cache() -> Cache:
 
 
 def _cache() -> Cache:
+    return build(_plan())
+
+
+def _plan(**changes: Any) -> CachePlan:
     model = {"name": "m", "num_layers": 3, "groups": {"full": FULL, "sunk": SINKS}}
     engine = {"prefill_chunk_tokens": 16}
     parts = {"kv": {"page_tokens": 4}, "workload": {"requests": 4, "tokens": 32}}
-    return build(plan(Spec.parse({"model": model, "engine": engine, **parts})))
+    return plan(Spec.parse({"model": model, "engine": engine, **parts, **changes}))
 
 
 def _inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,6 +51,21 @@ def _refused(
         call()
     assert text in str(caught.value)
     assert cache.books.capacity() == before
+
+
+# ---- building ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "fix"), [("cuda", "device=auto"), ("meta", "device=cpu")])
+def test_a_plan_for_another_device_names_one_that_can_be_chosen(device: str, fix: str) -> None:
+    with pytest.raises(BuildError, match=f"which the plan is for; try {fix}$"):
+        build(_plan(), device)
+
+
+def test_too_little_memory_is_told_from_other_failures() -> None:
+    laid = _plan(kv={"page_tokens": 4096}, memory={"budget": 2**48})
+    with pytest.raises(OutOfMemory, match="a smaller memory.budget"):
+        build(laid)
 
 
 # ---- the books -----------------------------------------------------------------------------

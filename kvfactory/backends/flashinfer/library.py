@@ -36,7 +36,7 @@ def installed() -> Library:
     Raises:
         BuildError: it is missing, or of another version than this file calls.
     """
-    fix = 'pip install "kvfactory[cuda]", or backend=triton or backend=torch'
+    fix = 'pip install "kvfactory[cuda]", or backend=torch'
     wanted = f"the package flashinfer-python from {VERSIONS[0]} on, below {VERSIONS[1]}"
     try:
         found = version("flashinfer-python")
