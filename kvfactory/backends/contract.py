@@ -1,8 +1,8 @@
 """The backend contract: what kernels need, what they cost, and one pure check of both.
 
 A backend module imports neither torch nor its kernels at module level. ``needs`` is data; whether
-a group meets it is decided here, with reasons, so no backend has a method that raises
-"unsupported" later.
+a group meets it is decided here, with reasons. What only a call can tell, a runner refuses in
+``check``, before anything is written.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvfactory.errors import Problem
 from kvfactory.planning.cacheplan import (
-    Annex,
     Attention,
     CachePlan,
     GroupPlan,
     Limits,
-    Recurrence,
     Select,
 )
 from kvfactory.registry import Registry
@@ -39,8 +37,8 @@ class Needs:
     bound K and V, ``latent_dims`` (kv_lora_rank, qk_rope_head_dim) and ``latent_quants`` bound
     MLA. ``dtypes``: the compute types.
     ``contiguous_dim``: the innermost axis is dim, unsplit. ``equal_strides``: K and V views have
-    the same type, shape and strides (MLA excepted). ``max_stride_elements`` bounds every stride,
-    and all strides and offsets of data planes are multiples of ``align_bytes``.
+    the same type, shape and strides (MLA excepted). ``max_stride_elements`` bounds every stride but
+    the layers', and all strides and offsets of data planes are multiples of ``align_bytes``.
     """
 
     device_types: frozenset[str]
@@ -55,7 +53,6 @@ class Needs:
     equal_strides: bool = False
     max_stride_elements: int | None = None
     align_bytes: int = 1
-    page_tokens: frozenset[int] | None = None
 
 
 class AttentionRunner(Protocol):
@@ -82,6 +79,15 @@ class AttentionRunner(Protocol):
         """Device work that a step needs once, after ``prepare``; a graph holds it."""
         ...
 
+    def check(self, step: Step, extra: AttendExtra) -> None:
+        """Refuse what comes with ``attend`` in ``step``; called before K and V are written.
+
+        Raises:
+            SpecError: what this backend never takes.
+            BooksError: what it does not take in such a step.
+        """
+        ...
+
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
         """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
         ...
@@ -103,7 +109,7 @@ class AttendExtra:
     """What one call of attend adds to the group's constants.
 
     ``new_k`` / ``new_v`` are the step's unquantized tensors (for runners that take them), ``mask``
-    bool [sum over requests of q * kv] replaces causality, ``sinks`` float32 [q_heads], ``select``
+    bool [sum over requests of q * kv] replaces causality, ``sinks`` float [q_heads], ``select``
     int32 [tokens, topk] token positions, -1 padded.
     """
 
@@ -195,8 +201,7 @@ def features(group: GroupPlan, spec: Spec) -> frozenset[str]:
     work = group.work
     if isinstance(work, Select):
         return frozenset({"select"})
-    if isinstance(work, Recurrence | Annex):
-        return frozenset({"recurrence"})
+    assert isinstance(work, Attention)
     constants = {table for tensor in group.tensors for table in tensor.constants}
     centers = {table.tensor for table in constants if table.name == "center"}
     choice, latent = spec.backend, work.geometry == "mla"
@@ -244,10 +249,6 @@ def _storage_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Pro
     if isinstance(group.work, Attention):
         yield from _dim_refusals(needs, group, path)
     yield from _place_refusals(needs, group, path)
-    if needs.page_tokens is not None and group.page_slots not in needs.page_tokens:
-        fix = f"kv.page_tokens={min(needs.page_tokens)}"
-        need = f"pages of {_any(needs.page_tokens)}"
-        yield Problem(path, f"pages of {group.page_slots}", need, fix)
 
 
 def _format_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Problem]:

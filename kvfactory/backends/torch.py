@@ -47,6 +47,9 @@ class OracleRunner:
     def begin(self, step: Step) -> None:
         """Nothing."""
 
+    def check(self, step: Step, extra: AttendExtra) -> None:
+        """Nothing: it takes everything."""
+
     def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
         """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
         return self.oracle.attend(layer_index, q, step, extra)
@@ -65,7 +68,9 @@ class OracleSelector:
 
 @dataclass(frozen=True)
 class TorchBackend:
-    """Serves every group on every device; the specification that other backends are held to."""
+    """Serves all but ragged prefill of stored K and V, on every device; the specification that
+    other backends are held to.
+    """
 
     name: str = "torch"
     rank: int = 0

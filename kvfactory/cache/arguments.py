@@ -106,9 +106,7 @@ class Query:
         if mask.dtype != torch.bool or mask.dim() != 1 or _elsewhere(mask, step):
             yield Problem("mask", _shown(mask), f"bool [bits] on {step.positions.device}")
         elif step.graph is None and step.host.settled.all():
-            part = step.host.tables[self.group.table]
-            encoder = len(part.kv_lengths) > 0
-            visible = part.kv_lengths if encoder else step.host.lengths
+            visible = step.host.tables[self.group.table].kv_lengths
             bits = int((np.diff(step.host.q_indptr) * visible).sum())
             if len(mask) != bits:
                 need = f"[{bits}]: of each request its new tokens times its length"

@@ -118,13 +118,16 @@ class LayerWork:
         """Refuse what ``attend`` cannot use, before anything is written.
 
         Raises:
-            BooksError: a step of another cache, or one that is over.
-            SpecError: tensors that do not fit the group and the step.
+            BooksError: a step of another cache, or one that is over; or a mask that the backend
+                does not take in such a step.
+            SpecError: tensors that do not fit the group and the step, or its backend.
+            BuildError: the memory stores nothing to attend over.
         """
         check_step(step, self._parts.buffers)
         if new[0] is None and new[1] is not None:
             raise SpecError(Problem("attend(k=)", "None beside v", "k and v, or neither"))
         self._queries[route.group.name].check(q, step, extra)
+        self.runner(route.group).check(step, extra)
 
     def check_select(self, route: Route, q: Tensor, step: Step, weights: Tensor | None) -> None:
         """The same for ``select``.

@@ -64,7 +64,7 @@ def test_a_plan_for_another_device_names_one_that_can_be_chosen(device: str, fix
 
 def test_too_little_memory_is_told_from_other_failures() -> None:
     laid = _plan(kv={"page_tokens": 4096}, memory={"budget": 2**48})
-    with pytest.raises(OutOfMemory, match="a smaller memory.budget"):
+    with pytest.raises(OutOfMemory, match=r"a smaller memory\.budget"):
         build(laid)
 
 

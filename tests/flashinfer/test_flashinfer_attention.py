@@ -17,6 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": HYBRID,
 }
 PREFIXES = [0, 1, 7, 8, 9, 70]
+SELECTION, MASK = torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +187,34 @@ def test_draft_trees(model: str) -> None:
     scene.check(step, 9, mask=torch.cat(pieces))
 
 
-def test_a_selection_is_refused() -> None:
-    scene = Scene(plan_of({"full": GROUP}))
-    step = scene.cache.extend(scene.cache.open(1), 1)
+@pytest.mark.parametrize(
+    ("model", "place", "extra", "error", "got"),
+    [
+        (GROUP, "decided", {"select": SELECTION}, SpecError, "a selection"),
+        (LATENT, "decided", {"mask": MASK}, SpecError, "a mask"),
+        (GROUP, "undecided", {"mask": MASK}, BooksError, "a mask over undecided lengths"),
+        (GROUP, "graph", {"mask": MASK}, BooksError, "a mask in a graph"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused_before_anything_is_written(
+    model: dict[str, Any], place: str, extra: dict[str, Any], error: type[Exception], got: str
+) -> None:
+    scene = Scene(plan_of({"full": model}, engine={"draft_tokens": 2}))
+    sequences = scene.cache.open(1)
+    step = scene.cache.extend(sequences, 1)
+    if place == "undecided":
+        step = scene.cache.extend(sequences, 1)
+    elif place == "graph":
+        graph = scene.graph(1)
+        scene.cache.fill(graph, step)
+        step = graph.step
     group = scene.plan.groups[0]
     q, k, v = scene.inputs(group, 1)
-    with pytest.raises(SpecError, match="a selection"):
-        scene.cache.attend(0, q, k, v, step, select=torch.zeros(1, 4, dtype=torch.int32))
+    region = scene.parts.arena[group.offset :][: group.num_bytes]
+    before = region.clone()
+    with pytest.raises(error, match=f"got {got}, need"):
+        scene.cache.attend(0, q, k, v, step, **extra)
+    assert torch.equal(before, region)
 
 
 def test_empty_steps_and_requests_without_tokens() -> None:

@@ -71,13 +71,27 @@ class Runner:
             assert self.xqa is not None
             self.xqa.begin(lists_of(step, self.served.shape.table))
 
-    def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
-        """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim].
+    def check(self, step: Step, extra: AttendExtra) -> None:
+        """Refuse what ``attend`` cannot take.
 
         Raises:
-            SpecError: a selection of keys.
+            SpecError: a selection of keys, or a mask for latent attention.
             BooksError: a mask in a graph, or over lengths that are not decided yet.
         """
+        if extra.select is not None:
+            need = "none: FlashInfer attends to all that is visible"
+            raise SpecError(Problem("attend(select=)", "a selection", need, "backend=torch"))
+        if extra.mask is None:
+            return
+        if self.served.shape.latent:
+            need = "none: FlashInfer's latent kernels take no mask"
+            raise SpecError(Problem("attend(mask=)", "a mask", need, "backend=torch"))
+        if step.graph is not None or not self.scheduler.of(step).work.settled:
+            got = "a mask in a graph" if step.graph else "a mask over undecided lengths"
+            raise BooksError(Problem("attend(mask=)", got, "a mask for an eager, decided step"))
+
+    def attend(self, layer_index: int, q: Tensor, step: Step, extra: AttendExtra) -> Tensor:
+        """Attention of ``q`` [tokens, q_heads, dim] over the pool: [tokens, q_heads, v_dim]."""
         schedule = self.scheduler.of(step)
         out = q.new_empty(*q.shape[:2], self.served.shape.v_dim)
         if not schedule.busy:
@@ -88,94 +102,88 @@ class Runner:
             self._begun[step.buffer] = schedule
         elif step.graph is not None and not step.graph.each:
             out.zero_()
-        if extra.select is not None:
-            need = "none: FlashInfer attends to all that is visible"
-            raise SpecError(Problem("attend(select=)", "a selection", need, "backend=torch"))
         layer = self.store.layer(layer_index, schedule.slots)
         lse = None if extra.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
         replayed = step.graph is not None and not self.capturable  # right after the lists' making
-        parts = Parts(q, layer, out, lse, overlap=not (begins or replayed))
+        given = Given(q, layer, out, lse, overlap=not (begins or replayed))
         if extra.mask is not None:
-            self._masked(parts, step, extra.mask)
+            self._masked(given, step, extra.mask)
         elif schedule.new and extra.new_k is not None:
-            return self._merged(parts, schedule, extra)
+            return self._merged(given, schedule, extra)
         else:
             for launch in self.scheduler.main(step):
-                self._launch(launch, parts)
-        self._finish(parts, extra.sinks)
+                self._launch(launch, given)
+        self._finish(given, extra.sinks)
         return out
 
     # ---- launches ----------------------------------------------------------------------------
 
-    def _launch(self, launch: Launch, parts: Parts) -> None:
-        """Launch over the rows of ``parts`` that ``launch`` covers."""
+    def _launch(self, launch: Launch, given: Given) -> None:
+        """Launch over the rows of ``given`` that ``launch`` covers."""
         if launch.rows is None:
-            self._run(launch, parts.first(launch.num_rows))
+            self._run(launch, given.first(launch.num_rows))
             return
-        some = parts.only(launch.rows)
+        some = given.only(launch.rows)
         self._run(launch, some)
-        parts.out[launch.rows] = some.out
-        if parts.lse is not None and some.lse is not None:
-            parts.lse[launch.rows] = some.lse
+        given.out[launch.rows] = some.out
+        if given.lse is not None and some.lse is not None:
+            given.lse[launch.rows] = some.lse
 
-    def _run(self, launch: Launch, parts: Parts, packed: masks.Packed | None = None) -> None:
+    def _run(self, launch: Launch, given: Given, packed: masks.Packed | None = None) -> None:
         if launch.module is None:
             assert self.xqa is not None
-            self.xqa.attend(launch, parts.q, parts.layer, parts.out, self.work.scale)
+            self.xqa.attend(launch, given.q, given.layer, given.out, self.work.scale)
             return
-        layer = parts.layer
-        call = self._call(launch, parts, (layer.k, layer.v), layer.k_scale)
+        layer = given.layer
+        call = self._call(launch, given, (layer.k, layer.v), layer.k_scale)
         if packed is not None:
             call = call._replace(mask=packed.bits, mask_indptr=packed.indptr)
             call = call._replace(window_left=FULL, overlap=False)
         assert launch.space is not None
         launch.module.run(launch.space, launch.info, call, launch.lists)
         if layer.v_scale != 1.0:
-            parts.out.mul_(layer.v_scale)
+            given.out.mul_(layer.v_scale)
 
     def _call(
-        self, launch: Launch, parts: Parts, kv: tuple[Tensor, Tensor], k_scale: float
+        self, launch: Launch, given: Given, kv: tuple[Tensor, Tensor], k_scale: float
     ) -> Call:
         return Call(
-            q=parts.q,
+            q=given.q,
             k=kv[0],
             v=kv[1],
-            out=parts.out,
-            lse=parts.lse,
+            out=given.out,
+            lse=given.lse,
             q_indptr=launch.q_indptr,
             scale=self.work.scale * k_scale,
             causal=launch.causal,
             window_left=launch.window_left,
             soft_cap=self.served.shape.soft_cap,
-            overlap=parts.overlap,
+            overlap=given.overlap,
         )
 
-    def _masked(self, parts: Parts, step: Step, mask: Tensor) -> None:
+    def _masked(self, given: Given, step: Step, mask: Tensor) -> None:
         """A custom mask, by fa2 whatever the step's own kernel is."""
-        if step.graph is not None or not self.scheduler.of(step).work.settled:
-            got = "a mask in a graph" if step.graph else "a mask over undecided lengths"
-            raise BooksError(Problem("attend(mask=)", got, "a mask for an eager, decided step"))
         launch, work = self.scheduler.general(step)
         shape = self.served.shape
         packed = masks.custom(
             mask, work.lengths, shape.page_tokens, shape.window_left, step.positions
         )
-        self._run(launch, parts.first(launch.num_rows), packed)
+        self._run(launch, given.first(launch.num_rows), packed)
 
-    def _merged(self, parts: Parts, schedule: Schedule, extra: AttendExtra) -> Tensor:
+    def _merged(self, given: Given, schedule: Schedule, extra: AttendExtra) -> Tensor:
         """New tokens as they came and, where there is one, the paged prefix, merged by LSE."""
         assert extra.new_k is not None
         new_v = extra.new_k if extra.new_v is None else extra.new_v
-        lse = parts.q.new_empty(parts.q.shape[:2], dtype=torch.float32)
-        parts = parts._replace(lse=lse)
+        lse = given.q.new_empty(given.q.shape[:2], dtype=torch.float32)
+        given = given._replace(lse=lse)
         for launch in schedule.new:
             assert launch.module is not None
             assert launch.space is not None
-            call = self._call(launch, parts, (extra.new_k, new_v), 1.0)
+            call = self._call(launch, given, (extra.new_k, new_v), 1.0)
             launch.module.run(launch.space, launch.info, call, None)
-        out = parts.out
+        out = given.out
         for launch in schedule.prefix:
-            old = parts._replace(out=torch.empty_like(out), lse=torch.empty_like(lse))
+            old = given._replace(out=torch.empty_like(out), lse=torch.empty_like(lse))
             self._run(launch, old, schedule.prefix_mask)
             self._finish(old, None)
             out, lse = finish.merge(out, lse, old.out, self._true_lse(old))
@@ -185,21 +193,21 @@ class Runner:
 
     # ---- afterwards --------------------------------------------------------------------------
 
-    def _finish(self, parts: Parts, sinks: Tensor | None) -> None:
-        if parts.layer.v_center is not None:
-            finish.add_center(parts.out, parts.layer.v_center)
+    def _finish(self, given: Given, sinks: Tensor | None) -> None:
+        if given.layer.v_center is not None:
+            finish.add_center(given.out, given.layer.v_center)
         if sinks is not None:
-            finish.apply_sinks(parts.out, self._true_lse(parts), sinks)
+            finish.apply_sinks(given.out, self._true_lse(given), sinks)
 
-    def _true_lse(self, parts: Parts) -> Tensor:
+    def _true_lse(self, given: Given) -> Tensor:
         """The log-sum-exp over keys with their center, base 2."""
-        assert parts.lse is not None
-        if parts.layer.k_center is None:
-            return parts.lse
-        return parts.lse + finish.shift_of(parts.q, parts.layer.k_center, self.work.scale)
+        assert given.lse is not None
+        if given.layer.k_center is None:
+            return given.lse
+        return given.lse + finish.shift_of(given.q, given.layer.k_center, self.work.scale)
 
 
-class Parts(NamedTuple):
+class Given(NamedTuple):
     """What one call of attend works on; ``lse`` where something after the kernels needs it.
 
     No ``overlap`` where the kernel just before may have made the step's lists: see ``Call``.
@@ -211,12 +219,12 @@ class Parts(NamedTuple):
     lse: Tensor | None
     overlap: bool
 
-    def first(self, count: int) -> Parts:
+    def first(self, count: int) -> Given:
         """The first ``count`` rows."""
         lse = None if self.lse is None else self.lse[:count]
         return self._replace(q=self.q[:count], out=self.out[:count], lse=lse)
 
-    def only(self, rows: Tensor) -> Parts:
+    def only(self, rows: Tensor) -> Given:
         """Copies of some rows."""
         lse = None if self.lse is None else self.lse[rows]
         return self._replace(q=self.q[rows], out=self.out[rows], lse=lse)
