@@ -1,8 +1,9 @@
 """The truth on the host: which request owns which pages, state slots and rows."""
 
 from kvfactory.books.accept import Accepted, PendingCounts
-from kvfactory.books.allocator import Allocator, Capacity, pages_of
+from kvfactory.books.allocator import Allocator, Capacity
 from kvfactory.books.books import Books
+from kvfactory.books.ids import pages_of
 from kvfactory.books.requests import Sequence
 from kvfactory.books.segments import Segment
 from kvfactory.books.shape import BooksShape, StateShape, TableShape

@@ -127,8 +127,3 @@ class Allocator:
         named = ", ".join(str(number) for number in np.unique(ids)[:8])
         need = f"ids in 1..{self._num_ids - 1}, given once by each owner"
         return Problem(self.path, f"free or foreign ids {named}", need)
-
-
-def pages_of(slots: Int64, page_tokens: int) -> Int64:
-    """The pages that ``slots`` lie in, each once, ascending: int64 [pages]."""
-    return np.unique(slots // page_tokens)

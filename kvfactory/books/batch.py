@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvfactory.books.ids import Int32, Int64, Positions, Rows, Tokens, int64, ranges
+from kvfactory.books.ids import Int32, Int64, Positions, Rows, Tokens, indptr, int64, ranges
 from kvfactory.errors import BooksError, Problem
 
 
@@ -54,14 +54,12 @@ def batch_of(rows: Rows, new_tokens: int | list[int], limit: int) -> Batch:
         need = f"at most {limit} in a step, as planned"
         fix = f"smaller chunks, or engine.prefill_chunk_tokens={total}"
         raise BooksError(Problem("new_tokens", f"{total} new tokens", need, fix))
-    q_indptr = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=q_indptr[1:])
     owners = nodes = None
     if (counts != 1).any():
         owners = np.repeat(np.arange(len(rows)), counts)
         nodes = ranges(np.zeros_like(counts), counts)
     most = int(counts.max(initial=0))
-    return Batch(rows, counts, rows.astype(np.int32), q_indptr, owners, nodes, most)
+    return Batch(rows, counts, rows.astype(np.int32), indptr(counts), owners, nodes, most)
 
 
 def depths_of(batch: Batch, parents: Int64) -> Int64:

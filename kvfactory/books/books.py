@@ -202,7 +202,7 @@ class Books:
                 draft tree, of which nobody knows the path.
         """
         row = self._row(sequence)
-        checks.chain(self._flights.branches(row))
+        checks.no_tree(self._flights.branches(row))
         return prefixes.track(self._ledger, row, tokens)
 
     def tracked(self, sequence: Sequence) -> int:

@@ -121,13 +121,13 @@ def track(ledger: Ledger, row: int, tokens: int) -> None:
         raise BooksError(*problems)
 
 
-def chain(branches: bool) -> None:
+def no_tree(in_flight: bool) -> None:
     """Refuse to track a state of a draft tree.
 
     Raises:
-        BooksError: an open step of the sequence is a tree.
+        BooksError: a tree of the sequence is in flight.
     """
-    if branches:
+    if in_flight:
         raise BooksError(Problem("sequence", "an open draft tree", "chains, or no open step"))
 
 
@@ -176,15 +176,6 @@ def reserve(ledger: Ledger, tokens: int, cross_tokens: int) -> None:
         raise BooksError(*problems)
 
 
-def _released(ledger: Ledger, row: int, start: int, stop: int) -> Iterator[Problem]:
-    for table in ledger.tables.values():
-        needed = max(start, table.shape.lifetime.first_visible(stop))
-        owned = table.owned_from(row)
-        if owned > needed:
-            got = f"a sequence whose pages before token {owned} are released"
-            yield Problem(table.path, got, f"token {needed} for a query at {stop}")
-
-
 def adopt(ledger: Ledger, segment: Segment) -> None:
     """Refuse a segment whose states lie in checkpoints: those are copied, never taken over.
 
@@ -200,13 +191,6 @@ def adopt(ledger: Ledger, segment: Segment) -> None:
         raise BooksError(*problems)
 
 
-def _unwritten(ledger: Ledger, row: int) -> Iterator[Problem]:
-    for encoder in ledger.encoders.values():
-        if not encoder.is_written(row):
-            need = "a committed step that wrote them"
-            yield Problem(encoder.table.path, "encoder tokens not yet written", need)
-
-
 def checkpoints(ledger: Ledger) -> None:
     """Refuse to save states where the plan has no room for saved ones.
 
@@ -220,3 +204,19 @@ def checkpoints(ledger: Ledger) -> None:
     ]
     if problems:
         raise BooksError(*problems)
+
+
+def _released(ledger: Ledger, row: int, start: int, stop: int) -> Iterator[Problem]:
+    for table in ledger.tables.values():
+        needed = max(start, table.shape.lifetime.first_visible(stop))
+        owned = table.owned_from(row)
+        if owned > needed:
+            got = f"a sequence whose pages before token {owned} are released"
+            yield Problem(table.path, got, f"token {needed} for a query at {stop}")
+
+
+def _unwritten(ledger: Ledger, row: int) -> Iterator[Problem]:
+    for encoder in ledger.encoders.values():
+        if not encoder.is_written(row):
+            need = "a committed step that wrote them"
+            yield Problem(encoder.table.path, "encoder tokens not yet written", need)

@@ -1,4 +1,4 @@
-"""Words for the integers that the books deal in; all of them are int64, none is a bare number.
+"""Words for the integers that the books deal in, int64 unless said otherwise, none of them bare.
 
 A *position* counts the tokens of one sequence from 0. A *page* holds ``page_tokens`` of them; a
 *slot* is page * page_tokens + offset, the address of one token in its table. A *row* is a
@@ -80,3 +80,15 @@ def ranges(starts: Int64 | Int32, counts: Int64) -> Int64:
     ends = counts.cumsum()
     total = int(ends[-1]) if ends.size else 0
     return np.repeat(starts - ends + counts, counts) + np.arange(total)
+
+
+def indptr(counts: Int64) -> Int32:
+    """Where the things of each count begin in one list, and the end of it: int32 [n + 1]."""
+    found = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=found[1:])
+    return found
+
+
+def pages_of(slots: Int64, page_tokens: int) -> Int64:
+    """The pages that ``slots`` lie in, each once, ascending: int64 [pages]."""
+    return np.unique(slots // page_tokens)

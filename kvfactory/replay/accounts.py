@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvfactory.books import Capacity
+from kvfactory.books.ids import Int64
 from kvfactory.kinds import ceil_div
 from kvfactory.planning.cacheplan import CachePlan, TablePlan
 from kvfactory.sizing import request_pages
-
-Int64 = NDArray[np.int64]
 
 
 class Accounts:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfactory.books import Capacity
+from kvfactory.books.ids import Int64
 from kvfactory.planning.cacheplan import CachePlan
-from kvfactory.replay.accounts import Accounts, Int64
+from kvfactory.replay.accounts import Accounts
 from kvfactory.replay.load import Load
 
 SAMPLE_STEPS = 64

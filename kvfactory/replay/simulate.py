@@ -18,9 +18,10 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from kvfactory.books import Books, Segment, Sequence, StepRecord
+from kvfactory.books.ids import Int64
 from kvfactory.books.shape import books_shape
 from kvfactory.planning.cacheplan import CachePlan
-from kvfactory.replay.accounts import Accounts, Int64, Room
+from kvfactory.replay.accounts import Accounts, Room
 from kvfactory.replay.load import Load
 from kvfactory.replay.prefixes import NO_MATCH, NO_PROMPT, Match, Prefixes, Prompt
 from kvfactory.replay.record import Record

@@ -30,7 +30,11 @@ Ids = NDArray[np.integer]
 
 
 class StateStore:
-    """The states of all recurrent groups of ``plan``, with their annexes, over ``books``."""
+    """The states of all recurrent groups of ``plan``, with their annexes, over ``books``.
+
+    A prefix cache calls ``track``, ``checkpoint``, ``donate`` and ``retire`` here, not on
+    ``books``: where a state has a ring, more than the books has to agree.
+    """
 
     def __init__(self, plan: CachePlan, pools: Mapping[str, Pool], books: Books) -> None:
         self._plan, self._pools, self._books = plan, pools, books
@@ -300,7 +304,11 @@ class StateStore:
         return self._books.hold(sequence, tokens, checkpoint=True)
 
     def donate(self, sequence: SequenceId) -> Segment:
-        """``Books.donate``: the tracked prefix with its state slot."""
+        """``Books.donate``: the tracked prefix with its state slot.
+
+        Raises:
+            OutOfPages, BooksError: as ``Books.donate``.
+        """
         return self._books.donate(sequence)
 
     def retire(self, sequence: SequenceId, tracked: bool = False) -> Segment:

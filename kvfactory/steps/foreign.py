@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfactory.books import Books, StepRecord
-from kvfactory.books.ids import Int64, int64, ranges
+from kvfactory.books.ids import Int64, indptr, int64, ranges
 from kvfactory.books.step import StateStep, TableStep
 from kvfactory.books.table import NO_COPIES
 from kvfactory.errors import BooksError, Problem, SpecError
@@ -71,12 +71,10 @@ def foreign_record(plan: CachePlan, books: Books, batch: ForeignBatch, serial: i
     wrong += [problem for state, slots in states for problem in _slot_problems(state, slots)]
     if wrong:
         raise BooksError(*wrong)
-    q_indptr = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=q_indptr[1:])
     return StepRecord(
         serial=serial,
         rows=rows.astype(np.int32),
-        q_indptr=q_indptr,
+        q_indptr=indptr(counts),
         most=int(counts.max(initial=0)),
         prefix=before,
         lengths=after,

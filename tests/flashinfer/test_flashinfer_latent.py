@@ -11,8 +11,8 @@ from flashinfer_scene import LATENT, Scene, plan_of
 
 from kvfactory.backends.flashinfer.calls import Sizes
 from kvfactory.backends.flashinfer.latent import GROWTH, runs_of
-from kvfactory.backends.flashinfer.work import indptr
 from kvfactory.books import Sequence
+from kvfactory.books.ids import indptr
 
 PAGE = 8
 

@@ -31,9 +31,9 @@ FULL = -1
 class Shape:
     """What a host plan depends on; groups with equal shapes share their plans.
 
-    ``window_left`` is FlashInfer's: the keys before the query's own, -1 for all. ``rope_dim`` > 0
-    or ``latent`` make it MLA, whose ``dim`` is the latent's. ``kv_dtype`` is what the kernels
-    read.
+    ``window_left`` is FlashInfer's: the keys before the query's own, -1 for all. ``latent`` makes
+    it MLA, whose ``dim`` is the latent's and ``rope_dim`` the rope key's, 0 without. ``kv_dtype``
+    is what the kernels read.
     """
 
     table: str

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Counts = NDArray[np.int64]
+from kvfactory.backends.flashinfer.work import Counts
+
 Ints = NDArray[np.int32]
 
 TILE = 64

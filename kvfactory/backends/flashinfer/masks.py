@@ -71,7 +71,7 @@ def _cells(lengths: Lengths, page_tokens: int, device: torch.device) -> tuple[Ce
     skipped = lengths.first_page * page_tokens
     keys = np.maximum(lengths.tokens - skipped, 0)
     bits = lengths.q_tokens * keys
-    padded = ceil_div_all(bits, 8) * 8
+    padded = -(-bits // 8) * 8
     starts = np.cumsum(padded) - padded
     total = int(padded.sum())
     entry = torch.repeat_interleave(_on(padded, device), output_size=total)
@@ -96,8 +96,3 @@ def _pack(bits: Tensor, starts: Counts, device: torch.device) -> Packed:
 
 def _on(values: Counts, device: torch.device) -> Tensor:
     return sent(torch.from_numpy(np.ascontiguousarray(values, np.int64)), device)
-
-
-def ceil_div_all(values: Counts, by: int) -> Counts:
-    """Each value over ``by``, rounded up."""
-    return -(-values // by)

@@ -10,8 +10,8 @@ are as many, nothing is split. For a part it reserves ``q_heads`` times the rows
 
 whatever the batch. In a graph FlashInfer reserves a part for every tile that the batch may have,
 and merges even what is whole: batches that would not gain from it are planned whole instead
-(``Grid.parts``). Where two blocks per SM would leave more than ``MOST_BYTES``, decodes have one per
-SM at least, and prefills what fits.
+(``Grid.decode_parts``). Where two blocks per SM would leave more than ``MOST_BYTES``, decodes have
+one per SM at least, and prefills what fits.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from kvfactory.backends.flashinfer.choose import KernelName, Kernels, Shape
 from kvfactory.backends.flashinfer.latent import Runs, runs_of
 from kvfactory.backends.flashinfer.partials import Grid
 from kvfactory.backends.flashinfer.spaces import PlanArea
-from kvfactory.backends.flashinfer.work import Counts, Work, indptr
+from kvfactory.backends.flashinfer.work import Counts, Work
+from kvfactory.books.ids import indptr
 from kvfactory.errors import BooksError, Problem
 from kvfactory.steps.step import Step
 

@@ -16,8 +16,9 @@ from kvfactory.backends.flashinfer.lists import ListJob, build_lists
 from kvfactory.backends.flashinfer.partials import query_tile
 from kvfactory.backends.flashinfer.plans import Ask, Planner
 from kvfactory.backends.flashinfer.sizes import Slots
-from kvfactory.backends.flashinfer.work import Counts, Work, indptr, work_of
+from kvfactory.backends.flashinfer.work import Counts, Work, work_of
 from kvfactory.books import StepRecord
+from kvfactory.books.ids import indptr
 from kvfactory.errors import Problem, SpecError
 from kvfactory.pools.ids import sent
 from kvfactory.steps.step import Step

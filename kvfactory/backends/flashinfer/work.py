@@ -114,10 +114,3 @@ def _measured(step: Step, shape: Shape, exact: bool) -> Lengths:
         pages=np.maximum(-(-tokens // page_tokens) - first, 0),
         prefix=np.asarray(host.prefix, np.int64),
     )
-
-
-def indptr(counts: Counts) -> NDArray[np.int32]:
-    """Begin of each run, and the end of the last: int32 [batch + 1]."""
-    found = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=found[1:])
-    return found
