@@ -29,9 +29,20 @@ def check_step(step: Step, buffers: StepBuffers) -> None:
     if not isinstance(step, Step):
         need = "a step that extend(), step() or a graph of this cache returned"
         raise BooksError(Problem("step", f"a {type(step).__name__}", need))
-    if not buffers.hold(step):
+    if not buffers.holds(step):
         got = "a step of another cache, or one whose place a later step has taken"
         raise BooksError(Problem("step", got, "an open step of this cache"))
+
+
+def check_on_host(given: object, name: str) -> None:
+    """Refuse the argument ``name`` of ``extend`` on a device: reading it would wait.
+
+    Raises:
+        SpecError: it is one.
+    """
+    if isinstance(given, Tensor) and given.device.type != "cpu":
+        got, need = f"a tensor on {given.device}", "integers on the host"
+        raise SpecError(Problem(f"extend({name}=)", got, need, f"{name}.cpu()"))
 
 
 @dataclass(frozen=True)

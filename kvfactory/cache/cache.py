@@ -1,30 +1,30 @@
 """The cache: books, pools and attention behind one front, for an engine's loop.
 
 Every call that changes the books is all or nothing. Device work goes to the caller's current
-stream; nothing here waits for the device.
+stream; the loop itself reads nothing back from the device; offload and load do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from kvfactory.backends import AttendExtra, AttentionRunner
-from kvfactory.books import Accepted, Committed, Segment, StepRecord
+from kvfactory.books import Accepted, Committed, Segment
 from kvfactory.books import Sequence as SequenceId
-from kvfactory.cache.arguments import check_step
+from kvfactory.cache.arguments import check_on_host, check_step
 from kvfactory.cache.gate import Gate
 from kvfactory.cache.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
 from kvfactory.cache.handover import receive, regions
 from kvfactory.cache.layerwork import LayerWork
 from kvfactory.cache.parts import Parts
 from kvfactory.cache.retraction import CacheImage, load, offload
+from kvfactory.cache.stepwork import StepWork
 from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Pool, Region
-from kvfactory.states import DeviceCounts, StateStore, StateViews
-from kvfactory.steps.foreign import ForeignBatch, Ids, foreign_record
+from kvfactory.states import StateStore, StateViews
+from kvfactory.steps.foreign import ForeignBatch, Ids
 from kvfactory.steps.step import Step
 
 
@@ -38,11 +38,11 @@ class Cache:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._work = LayerWork(parts)
-        self._graphs = self._foreign_steps = 0
-        self._foreign = False
+        self._graphs = 0
         self.plan = parts.plan
         self.books = parts.books
         self.states = StateStore(parts.plan, parts.pools, parts.books)
+        self._steps = StepWork(parts, self.states)
 
     def __repr__(self) -> str:
         free = ", ".join(f"{path} {room.free}" for path, room in self.books.capacity().items())
@@ -63,44 +63,67 @@ class Cache:
 
         Raises:
             OutOfPages: too few request rows, state slots or encoder pages; nothing was taken.
-            BooksError: segments that are released or do not adjoin.
+            BooksError: segments that are released or do not adjoin; encoder tokens that do not fit.
         """
         return self.books.open(count, prefix, cross_tokens)
 
     def fork(self, sequence: SequenceId, count: int) -> list[SequenceId]:
-        """``count`` sequences with the committed history of ``sequence``, sharing its pages."""
+        """``count`` sequences with the committed history of ``sequence``, sharing its pages.
+
+        Raises:
+            OutOfPages: too few request rows or state slots; nothing was taken.
+            BooksError: a stale handle, counts on their way, encoder tokens not yet written, a ring
+                that is not flushed, or an open step of it while there are states.
+        """
         self.states.check_flushed(sequence)
         return self.books.fork(sequence, count)
 
     def close(self, sequences: Sequence[SequenceId]) -> None:
-        """Return everything that ``sequences`` own."""
+        """Return everything that ``sequences`` own.
+
+        Raises:
+            BooksError: a stale or foreign handle; nothing is closed then.
+        """
         self.books.close(sequences)
 
     def hold(self, sequence: SequenceId, tokens: int) -> Segment:
-        """A committed prefix of ``sequence``, up to ``tokens``, owned outside of it."""
+        """A committed prefix of ``sequence``, up to ``tokens``, owned outside of it.
+
+        Raises:
+            OutOfPages: too few state slots; nothing was taken.
+            BooksError: as ``Books.hold``, or a ring that is not flushed.
+        """
         self.states.check_flushed(sequence)
         return self.books.hold(sequence, tokens)
 
     def release(self, segment: Segment) -> None:
-        """Return the pages of ``segment``."""
+        """Return the pages and state slots of ``segment``.
+
+        Raises:
+            BooksError: it was released before, or is none of this cache.
+        """
         self.books.release(segment)
 
     def offload(self, sequences: Sequence[SequenceId]) -> CacheImage:
-        """All that ``sequences`` keep, in host memory; they are closed then. Waits for the device.
+        """The pages, states and rings of ``sequences``, in host memory; they are closed then.
+
+        Tracked states are not carried. Waits for the device.
 
         Raises:
-            BooksError: a stale handle or a step in flight; nothing is closed then.
+            BooksError: a stale handle, a step in flight, or encoder tokens and no others; nothing
+                is closed then.
         """
         self.states.copy_due()
         return offload(self._parts, sequences)
 
     def load(self, image: CacheImage) -> list[SequenceId]:
-        """The sequences of ``image``, open again as they were, in its order.
+        """The sequences of ``image``, open again with their pages, states and rings, in its order.
 
-        Pages that they shared are copies of their own then.
+        Pages that they shared are copies of their own then; tracked states are not carried.
 
         Raises:
             OutOfPages: too few pages, slots or rows for all of them; nothing was taken.
+            BooksError: a sequence that is longer than a row of this cache; nothing was taken.
             SpecError: an image of a cache with other groups, formats, page sizes or constants.
         """
         return load(self._parts, self.states, image)
@@ -142,45 +165,27 @@ class Cache:
     def extend(
         self,
         sequences: Sequence[SequenceId],
-        new_tokens: int | Sequence[int],
-        parents: Sequence[int] | None = None,
+        new_tokens: int | Sequence[int] | Tensor,
+        parents: Sequence[int] | Tensor | None = None,
     ) -> Step:
         """Slots for ``new_tokens`` more tokens of each sequence, in every table, or in none.
 
         ``parents`` int [tokens] makes the new tokens of each sequence a draft tree: index of the
-        parent among the sequence's new tokens, -1 for the root's.
+        parent among the sequence's new tokens, -1 for the root's. Both are on the host.
 
         Raises:
             OutOfPages: the tables that are short; nothing was taken.
-            BooksError: stale sequences, or too many open steps.
-            SpecError: a draft tree where a group keeps one entry for several tokens.
+            BooksError: stale sequences, too many new tokens or open steps, or malformed trees.
+            SpecError: a draft tree where a group keeps one entry for several tokens; or a tensor
+                on the device.
         """
         if parents is not None:
             self._work.check_tree()
+        check_on_host(new_tokens, "new_tokens")
+        check_on_host(parents, "parents")
         counts = new_tokens.tolist() if isinstance(new_tokens, Tensor) else new_tokens
         tree = parents.numpy() if isinstance(parents, Tensor) else parents
-        return self._start(self.books.extend(sequences, counts, tree))
-
-    def _start(self, record: StepRecord) -> Step:
-        """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
-        for group, pool in self._parts.stored():
-            if group.table in record.tables and len(copies := record.tables[group.table].copies):
-                pool.copy_pages(copies)
-        self.states.begin(record)
-        if self._foreign:
-            self._foreign = False
-            for table in self.plan.tables:
-                self._parts.buffers.set_table(table.name, self.books.rows(table.name))
-        return self._fill(record)
-
-    def _fill(self, record: StepRecord) -> Step:
-        """The device arrays of ``record``, and what backends plan for it."""
-        step = self._parts.buffers.fill(record)
-        for runner in self._parts.runners.values():
-            runner.prepare(step)
-        for runner in self._parts.runners.values():
-            runner.begin(step)
-        return step
+        return self._steps.open(self.books.extend(sequences, counts, tree))
 
     def step(
         self,
@@ -203,11 +208,7 @@ class Cache:
             SpecError: missing tables, wrong shapes, or more than a step may have.
         """
         batch = ForeignBatch(before, after, tables, rows, states or {}, cross_tokens)
-        record = foreign_record(self.plan, self.books, batch, self._foreign_steps)
-        self._foreign_steps += 1
-        self._foreign = True
-        self.states.begin(record)
-        return self._fill(record)
+        return self._steps.foreign(batch)
 
     def commit(self, step: Step, accepted: Accepted | Tensor = None) -> Committed:
         """Make the accepted tokens of the oldest open step permanent and return the rest's pages.
@@ -220,23 +221,7 @@ class Cache:
                 recurrent states cannot forget, or, of an earlier step, ids outside a pool that
                 kernels met; nothing was written for those.
         """
-        if self._parts.errors is not None:
-            self._parts.errors.check()
-        check_step(step, self._parts.buffers)
-        if isinstance(accepted, Tensor):
-            accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
-        self.states.check(step.host, accepted)
-        done = self.books.commit(step.host, accepted)
-        if accepted is not None:
-            counts = accepted.counts if isinstance(accepted, DeviceCounts) else done.accepted
-            self._parts.buffers.commit(step.host, counts)
-        self.states.commit(step, done, accepted)
-        for group, pool in self._parts.stored():
-            moves = done.moves.get(group.table)
-            if moves is not None and len(moves):
-                source, target = torch.from_numpy(moves).unbind(1)
-                pool.move(target, source)
-        return done
+        return self._steps.commit(step, accepted)
 
     # ---- graphs ------------------------------------------------------------------------------
 
@@ -249,6 +234,7 @@ class Cache:
 
         Raises:
             SpecError: more requests or tokens than planned.
+            BooksError: what is no number.
         """
         parts = self._parts
         shape = graph_shape(self.plan, batch, tokens, total)
@@ -263,7 +249,8 @@ class Cache:
 
         Raises:
             SpecError: a step that the graph's shape does not hold.
-            BooksError: as ``attend``.
+            BooksError: a step as in ``attend``; or lengths that are not decided yet, where the
+                backend's plan carries them.
         """
         check_step(step, self._parts.buffers)
         graph.fill(step)
@@ -293,9 +280,11 @@ class Cache:
         attends in two (self and cross). ``mask``, ``sinks`` and ``select``: see ``AttendExtra``.
 
         Raises:
-            SpecError: a layer that attends in no or several groups, or tensors of a wrong shape or
-                type; nothing is written then.
-            BooksError: a step of another cache, or one whose place a later step has taken.
+            SpecError: a layer that attends in no or several groups, tensors of a wrong shape or
+                type, or what the backend does not take; nothing is written then.
+            BooksError: a step of another cache, or one whose place a later step has taken; or as
+                ``write``; or a mask that the backend does not take in such a step.
+            BuildError: memory that stores nothing, or a ``gate`` whose load failed.
         """
         route = self._work.router.attention(layer, group)
         extra = AttendExtra(mask=mask, sinks=sinks, select=select)
@@ -313,7 +302,6 @@ class Cache:
         *,
         weights: Tensor | None = None,
         v_index: Tensor | None = None,
-        group: str = "",
     ) -> Tensor:
         """Write the index keys of the step's new entries, then select what each token attends to.
 
@@ -325,12 +313,13 @@ class Cache:
 
         Raises:
             SpecError: a layer without index keys, or tensors of a wrong shape or type.
-            BooksError: as ``attend``.
+            BooksError: a step as in ``attend``; or as ``write``.
+            BuildError: as ``attend``.
         """
-        route = self._work.router.index(layer, group)
+        route = self._work.router.index(layer)
         self._work.check_select(route, q_index, step, weights)
         if k_index is not None:
-            self._work.write(layer, step, {"index_k": k_index, "index_v": v_index}, group)
+            self._work.write(layer, step, {"index_k": k_index, "index_v": v_index}, "")
         return self._work.select(route, q_index, step, weights)
 
     def write(self, layer: int, step: Step, *, group: str = "", **rows: Tensor | None) -> None:
@@ -342,6 +331,9 @@ class Cache:
 
         Raises:
             SpecError: an unknown name, a layer without such a group, or tensors of a wrong shape.
+            BooksError: a step as in ``attend``; or, of groups with ``tokens_per_entry``, a step
+                behind drafts that were undecided.
+            BuildError: memory that stores nothing.
         """
         self._work.write(layer, step, rows, group)
 
@@ -349,6 +341,9 @@ class Cache:
         """A closed gate before ``layers`` (None: all), for a load that arrives layer by layer.
 
         ``attend``, ``select`` and ``state`` of a layer wait until ``gate.open(layer)``.
+
+        Raises:
+            SpecError: a layer that keeps nothing.
         """
         return self._work.gate(None if layers is None else tuple(layers))
 
@@ -357,7 +352,8 @@ class Cache:
 
         Raises:
             SpecError: a layer of no or several recurrent groups.
-            BooksError: as ``attend``.
+            BooksError: a step as in ``attend``.
+            BuildError: a ``gate`` whose load failed.
         """
         route = self._work.router.recurrence(layer, group)
         check_step(step, self._parts.buffers)
@@ -367,12 +363,21 @@ class Cache:
     # ---- lower doors -------------------------------------------------------------------------
 
     def pool(self, layer: int, group: str = "") -> tuple[Pool, int]:
-        """The pool that keeps ``layer`` and the layer's index in it; ``group`` where it has two."""
+        """The pool that keeps ``layer`` and the layer's index in it; ``group`` where it has two.
+
+        Raises:
+            SpecError: a layer of no or several groups.
+        """
         route = self._work.router.storage(layer, group)
         return self._parts.pools[route.group.name], route.index
 
     def backend(self, layer: int, group: str = "") -> AttentionRunner:
-        """The backend that attends for ``layer``."""
+        """The backend that attends for ``layer``, by its index in the pool; it writes nothing.
+
+        Raises:
+            SpecError: a layer that attends in no or several groups.
+            BuildError: memory that stores nothing.
+        """
         return self._work.runner(self._work.router.attention(layer, group).group)
 
     def selector_of(self, layer: int) -> int | None:

@@ -62,7 +62,7 @@ class LayerWork:
             route = self.router.attention(layer, group)
             writes.append(self._ready(route, step, given, ATTENTION_ROWS))
         if not given.keys().isdisjoint(INDEX_ROWS):
-            writes.append(self._ready(self.router.index(layer, ""), step, given, INDEX_ROWS))
+            writes.append(self._ready(self.router.index(layer), step, given, INDEX_ROWS))
         self._parts.write(writes)
 
     def _ready(

@@ -1,7 +1,7 @@
-"""Retraction: whole sequences leave for host memory, and come back as if they had never left.
+"""Retraction: whole sequences leave for host memory, and come back.
 
 An image holds every plane of every group, bit for bit: pages with their scales and index keys, and
-state slots with their replay rings and cursors.
+state slots with their replay rings and cursors. Tracked states it does not hold.
 """
 
 from __future__ import annotations

@@ -53,13 +53,13 @@ class Router:
         """
         return self._only(layer, group, lambda route: isinstance(route.group.work, Attention))
 
-    def index(self, layer: int, group: str) -> Route:
-        """The route of ``layer`` among groups that select.
+    def index(self, layer: int) -> Route:
+        """The route of ``layer`` among groups that select, of which it has one at most.
 
         Raises:
             SpecError: none: the layer uses the selection of the layer that ``selector_of`` names.
         """
-        return self._only(layer, group, lambda route: isinstance(route.group.work, Select))
+        return self._only(layer, "", lambda route: isinstance(route.group.work, Select))
 
     def selector_of(self, layer: int) -> int | None:
         """The layer whose selection ``layer`` attends over: itself or the last one before it with

@@ -30,8 +30,8 @@ from kvfactory.steps.indexing import Indexer
 from kvfactory.steps.staging import (
     NO_UPDATES,
     Stage,
-    depths_of,
     joined_updates,
+    sent_depths,
 )
 from kvfactory.steps.step import (
     GraphShape,
@@ -161,7 +161,7 @@ class StepBuffers:
         held = self._graph_source
         return held is not None and held[0] is source and held[1] == shape
 
-    def hold(self, step: Step) -> bool:
+    def holds(self, step: Step) -> bool:
         """Whether the arrays of ``step`` are ours and still its own; of graphs it is not known."""
         if step.graph is not None:
             return True
@@ -179,7 +179,7 @@ class StepBuffers:
             stage.put(name, "slots", state.slots)
             stage.put(name, "fresh", state.fresh)
         if record.parents is not None:
-            stage.put("", "depths", depths_of(record))
+            stage.put("", "depths", sent_depths(record))
         for name in self._encoders:
             part = record.tables[name]
             stage.put(name, "kv_lengths", part.kv_lengths)
@@ -190,8 +190,8 @@ class StepBuffers:
             stage.put("", "updates", updates.reshape(-1))
         stage.send(self._fronts[number])
         if len(updates):
-            sent = fields["", "updates"].view(-1, 4) if fits else self._sent_apart(updates)
-            self.indexer.update(sent, len(updates))
+            there = fields["", "updates"].view(-1, 4) if fits else self._sent_apart(updates)
+            self.indexer.update(there, len(updates))
 
     def _sent_apart(self, numbers: Int32 | Int64) -> Tensor:
         """``numbers`` on the device, by a copy of their own."""
@@ -213,7 +213,7 @@ class StepBuffers:
 
     # ---- lengths that turn out shorter -------------------------------------------------------
 
-    def commit(self, record: StepRecord, accepted: Tensor | Int64 | None) -> None:
+    def shorten(self, record: StepRecord, accepted: Tensor | Int64 | None) -> None:
         """Of the step ``record`` only ``accepted`` int [batch] tokens stay; None for all.
 
         The counts may be on the device. Steps that were made before this was known, in the belief

@@ -61,7 +61,7 @@ class Stage:
             self._copied.record()
 
 
-def depths_of(record: StepRecord) -> Int32:
+def sent_depths(record: StepRecord) -> Int32:
     """How far each new token of a draft tree is from the end of the prefix, int32 [tokens]."""
     found = np.zeros(len(record.positions), np.int32)
     counts = np.diff(record.q_indptr)

@@ -113,9 +113,7 @@ class Loop:
 
     def _select(self, group: GroupPlan, layer: int, step: Step, inputs: Inputs) -> Tensor:
         with self._cache_time():
-            selected = self.cache.select(
-                layer, inputs.q, None, step, weights=inputs.weights, group=group.group
-            )
+            selected = self.cache.select(layer, inputs.q, None, step, weights=inputs.weights)
         self._index.compare(group, layer, step, inputs, selected)
         return selected
 

@@ -157,7 +157,7 @@ class Feed:
         entries = self._entries(group, step, ids)
         v = self.rows(layer, group, "index_v", entries) if group.has("index_v") else None
         keys = self.rows(layer, group, "index_k", entries)
-        return self.cache.select(layer, q, keys, step, v_index=v, group=group.group)
+        return self.cache.select(layer, q, keys, step, v_index=v)
 
     def _entries(self, group: GroupPlan, step: Step, ids: Tensor) -> Tensor:
         """The last token of each entry that the step completes."""

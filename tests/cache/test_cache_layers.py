@@ -26,6 +26,7 @@ from cache_support import (
     spec_of,
 )
 
+from kvfactory.backends import AttendExtra
 from kvfactory.builder import build
 from kvfactory.cache import Cache
 from kvfactory.errors import BuildError, PlanError, SpecError
@@ -73,6 +74,18 @@ def test_layers_without_index_keys_use_the_last_selection() -> None:
     assert cache_of("minimax").selector_of(0) is None
     with pytest.raises(SpecError, match="a layer of such a group"):
         cache.select(1, torch.randn(1, 2, 16), None, cache.extend(cache.open(), 1))
+
+
+def test_a_backend_attends_over_what_was_written() -> None:
+    cache, step = _step("full")
+    q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    cache.write(1, step, k=k, v=v)
+    runner, index = cache.backend(1), cache.pool(1)[1]
+    want = cache.attend(1, q, None, None, step)
+    assert torch.equal(runner.attend(index, q, step, AttendExtra()), want)
+    assert want.abs().sum() > 0
+    with pytest.raises(SpecError, match="a layer of such a group"):
+        cache.backend(99)
 
 
 # ---- one write for all groups of a layer -----------------------------------------------------

@@ -106,6 +106,16 @@ def test_a_step_of_too_many_tokens_takes_no_memory(cache: Cache, new_tokens: Any
     _refused(cache, lambda: cache.extend(pair, new_tokens), BooksError, "need at most 20 in a step")
 
 
+def test_numbers_of_a_step_are_taken_from_the_host(cache: Cache) -> None:
+    sequences, there = cache.open(2), torch.ones(2, dtype=torch.int64, device="meta")
+    text = "got a tensor on meta, need integers on the host; try "
+    extend = cache.extend
+    _refused(cache, lambda: extend(sequences, there), SpecError, f"{text}new_tokens.cpu()")
+    _refused(cache, lambda: extend(sequences, 1, there), SpecError, f"{text}parents.cpu()")
+    step = extend(sequences, torch.tensor([3, 1]), torch.tensor([-1, 0, 0, -1]))
+    assert step.positions.tolist() == [0, 1, 1, 0]
+
+
 @pytest.mark.parametrize("parents", [["a"], [None], [1.5], [[-1]], [10**30], "x"])
 def test_parents_are_whole_numbers(cache: Cache, parents: Any) -> None:
     one = cache.open()

@@ -136,7 +136,7 @@ def test_lost_tokens_cost_the_steps_behind_them_alone(count: Count, counts: str)
     behind = cache.extend(sequences[::-1], 1)
     count.taken()
     if counts == "device":
-        cache._parts.buffers.commit(first.host, torch.tensor([1, 3]))
+        cache._parts.buffers.shorten(first.host, torch.tensor([1, 3]))
     else:
         cache.commit(first, [1, 3])
     assert count.taken() == (1, 1), "made once, of the shorter lengths"

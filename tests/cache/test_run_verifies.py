@@ -64,7 +64,7 @@ def _verdict(change: Any, model: str = "dsa") -> Verdict:
     step = cache.extend(cache.open(), 40)
     inputs = checker.inputs(index, layer, step)
     keys = inputs.tensors["index_k"]
-    got = cache.select(layer, inputs.q, keys, step, weights=inputs.weights, group=index.group)
+    got = cache.select(layer, inputs.q, keys, step, weights=inputs.weights)
     checker.compare(index, layer, step, inputs, change(got))
     return checker.verdict(index)
 

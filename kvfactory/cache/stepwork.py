@@ -1,0 +1,73 @@
+"""The work of a step as a whole: opened from the books' record or foreign ids, and committed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfactory.books import Accepted, Committed, StepRecord
+from kvfactory.cache.arguments import check_step
+from kvfactory.cache.parts import Parts
+from kvfactory.states import DeviceCounts, StateStore
+from kvfactory.steps.foreign import ForeignBatch, foreign_record
+from kvfactory.steps.step import Step
+
+
+class StepWork:
+    """What a cache's steps do to its pools, its states and its device tables."""
+
+    def __init__(self, parts: Parts, states: StateStore) -> None:
+        self._parts, self._states = parts, states
+        self._foreign_steps = 0
+        self._foreign = False
+
+    def open(self, record: StepRecord) -> Step:
+        """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
+        parts = self._parts
+        for group, pool in parts.stored():
+            if group.table in record.tables and len(copies := record.tables[group.table].copies):
+                pool.copy_pages(copies)
+        self._states.begin(record)
+        if self._foreign:
+            self._foreign = False
+            for table in parts.plan.tables:
+                parts.buffers.set_table(table.name, parts.books.rows(table.name))
+        return self._fill(record)
+
+    def foreign(self, batch: ForeignBatch) -> Step:
+        """The step of an engine's own ids; the device tables are the engine's from then on."""
+        record = foreign_record(self._parts.plan, self._parts.books, batch, self._foreign_steps)
+        self._foreign_steps += 1
+        self._foreign = True
+        self._states.begin(record)
+        return self._fill(record)
+
+    def _fill(self, record: StepRecord) -> Step:
+        """The device arrays of ``record``, and what backends plan for it."""
+        step = self._parts.buffers.fill(record)
+        for runner in self._parts.runners.values():
+            runner.prepare(step)
+        for runner in self._parts.runners.values():
+            runner.begin(step)
+        return step
+
+    def commit(self, step: Step, accepted: Accepted | Tensor) -> Committed:
+        """``Cache.commit``: books, lengths on the device, states, and rows that move."""
+        parts = self._parts
+        if parts.errors is not None:
+            parts.errors.check()
+        check_step(step, parts.buffers)
+        if isinstance(accepted, Tensor):
+            accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
+        self._states.check(step.host, accepted)
+        done = parts.books.commit(step.host, accepted)
+        if accepted is not None:
+            counts = accepted.counts if isinstance(accepted, DeviceCounts) else done.accepted
+            parts.buffers.shorten(step.host, counts)
+        self._states.commit(step, done, accepted)
+        for group, pool in parts.stored():
+            moves = done.moves.get(group.table)
+            if moves is not None and len(moves):
+                source, target = torch.from_numpy(moves).unbind(1)
+                pool.move(target, source)
+        return done
