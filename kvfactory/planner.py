@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from kvfactory.backends.contract import BACKENDS, Backend, refusals
-from kvfactory.errors import CapabilityError, PlanError, Problem, SpecError
-from kvfactory.kinds import ceil_div
+from kvfactory.backends.contract import BACKENDS
+from kvfactory.errors import Problem
 from kvfactory.memory import MEMORIES
 from kvfactory.planning.annexes import draft_annexes, fixed_slots
 from kvfactory.planning.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
-from kvfactory.planning.cacheplan import Attention, CachePlan, Choice, GroupPlan, Select, Workspace
+from kvfactory.planning.cacheplan import CachePlan, Choice, GroupPlan, Workspace
+from kvfactory.planning.choice import check_options, choose, confirm
 from kvfactory.planning.drafts import with_draft
 from kvfactory.planning.grouping import Draft, Findings, draft_groups
 from kvfactory.planning.remarks import remarks
 from kvfactory.sizing import crowded_chunks, draft_tables, sizes_for, solve
-from kvfactory.spec import BackendChoice, Spec
-
-_MOST_PAGES = 2**31 - 1
+from kvfactory.spec import Spec
 
 
 def plan(spec: Spec) -> CachePlan:
@@ -39,15 +36,15 @@ def plan(spec: Spec) -> CachePlan:
     drafts = (*drafts, *draft_annexes(spec, drafts, findings))
     findings.problems += _twice(drafts)
     findings.check()
-    _check_options(spec)
+    check_options(spec)
     stores = MEMORIES.get(memory, "memory.name").stores
     planner = _Planner(spec, drafts, tables, {}, stores)
     first = sizes_for(1, [table.key for table in tables], spec)
-    choices = _choose(planner.lay(first).groups, spec) if stores else {}
+    choices = choose(planner.lay(first).groups, spec) if stores else {}
     planner = _Planner(spec, drafts, tables, choices, stores)
     sizes, binding = solve(tables, spec, planner.count)
     laid = replace(planner.lay(sizes), memory=memory, binding=binding)
-    _confirm(laid)
+    confirm(laid)
     notes = (*findings.notes, *_crowded(laid), *_counted(laid), *_too_large(laid))
     return replace(laid, notes=notes)
 
@@ -168,96 +165,3 @@ def _memory(spec: Spec, findings: Findings) -> str:
         got, need = f"{spec.memory.budget} B beside memory={name}", "a workload or memory.tokens"
         findings.problems.append(Problem("memory.budget", got, need, "memory.budget=null"))
     return name
-
-
-def _check_options(spec: Spec) -> None:
-    """Refuse options under ``backend.name=auto`` that no backend knows.
-
-    Raises:
-        SpecError: with what the backends say.
-    """
-    if spec.backend.name != "auto":
-        return
-    for key, value in spec.backend.options.items():
-        refused = [_option_problems(name, {key: value}, spec) for name in BACKENDS.names()]
-        if refused and all(refused):
-            told = [each for problems in refused for each in problems]
-            known = [each for each in told if each.got != "an unknown key"]
-            raise SpecError(*(known or told)[:1])
-
-
-def _option_problems(name: str, options: dict[str, Any], spec: Spec) -> tuple[Problem, ...]:
-    asked = spec.model_copy(update={"backend": BackendChoice(name=name, options=options)})
-    try:
-        BACKENDS.get(name, "backend.name").needs(asked)
-    except SpecError as error:
-        return error.problems
-    return ()
-
-
-# ---- backends ------------------------------------------------------------------------------
-
-
-def _choose(groups: Sequence[GroupPlan], spec: Spec) -> dict[str, Choice]:
-    """The backend of every group that attends or selects, the highest rank first under ``auto``."""
-    asked = spec.backend.name
-    names = BACKENDS.names() if asked == "auto" else (asked,)
-    ranked = sorted((BACKENDS.get(name, "backend.name") for name in names), key=lambda b: -b.rank)
-    wrong: list[Problem] = []
-    chosen: dict[str, Choice] = {}
-    for group in groups:
-        if isinstance(group.work, Attention | Select):
-            choice = _first_fit(group, ranked, spec)
-            if choice.backend:
-                chosen[group.name] = choice
-            else:
-                found = (problem for _, problems in choice.passed_over for problem in problems)
-                wrong += _with_others(found, group, spec)
-    if wrong:
-        raise CapabilityError(*dict.fromkeys(wrong))
-    return chosen
-
-
-def _with_others(found: Iterable[Problem], group: GroupPlan, spec: Spec) -> Iterator[Problem]:
-    """Problems of the backend that was asked for; those without a mend name one that would do."""
-    names = [name for name in BACKENDS.names() if name != spec.backend.name]
-    ranked = sorted((BACKENDS.get(name, "backend.name") for name in names), key=lambda b: -b.rank)
-    others = spec.model_copy(update={"backend": BackendChoice()})
-    fits = _first_fit(group, ranked, others).backend if spec.backend.name != "auto" else ""
-    for problem in found:
-        fix = problem.fix or (f"backend={fits}" if fits else "")
-        yield replace(problem, fix=fix)
-
-
-def _first_fit(group: GroupPlan, ranked: Sequence[Backend], spec: Spec) -> Choice:
-    passed: list[tuple[str, tuple[Problem, ...]]] = []
-    for backend in ranked:
-        found = refusals(backend.name, backend.needs(spec), group, spec)
-        if not found:
-            return Choice(backend.name, tuple(passed))
-        passed.append((backend.name, found))
-    return Choice("", tuple(passed))
-
-
-def _confirm(laid: CachePlan) -> None:
-    """Strides and ids grow with the pages: what was chosen must still serve at full size."""
-    beyond = [
-        Problem(
-            "kv.page_tokens",
-            f"{table.num_pages:,} pages of {table.page_tokens} tokens in table {table.name}",
-            f"at most {_MOST_PAGES:,}: page ids are int32",
-            f"kv.page_tokens={table.page_tokens * ceil_div(table.num_pages, _MOST_PAGES)}",
-        )
-        for table in laid.tables
-        if table.num_pages > _MOST_PAGES
-    ]
-    if beyond:
-        raise PlanError(*beyond)
-    wrong: list[Problem] = []
-    for group in laid.groups:
-        if group.choice:
-            backend = BACKENDS.get(group.choice.backend, "backend.name")
-            needs = backend.needs(laid.spec)
-            wrong += refusals(backend.name, needs, group, laid.spec)
-    if wrong:
-        raise CapabilityError(*wrong)

@@ -179,6 +179,11 @@ class Backend(Protocol):
 BACKENDS: Registry[Backend] = Registry("backend", "kvfactory.backends", "kvfactory.backends")
 
 
+def ranked(names: Iterable[str]) -> list[Backend]:
+    """The backends of ``names``, the highest rank first."""
+    return sorted((BACKENDS.get(name, "backend.name") for name in names), key=lambda b: -b.rank)
+
+
 def refusals(name: str, needs: Needs, group: GroupPlan, spec: Spec) -> tuple[Problem, ...]:
     """Why the backend ``name`` with ``needs`` cannot serve ``group``; empty when it can."""
     path, device = f"backend {name} for group {group.name}", spec.device

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvfactory.backends.contract import BACKENDS, refusals
+from kvfactory.backends.contract import BACKENDS, ranked, refusals
 from kvfactory.errors import KVFactoryError, Problem
 from kvfactory.kinds import KINDS, ceil_div
 from kvfactory.layouts import LAYOUTS, layout_name
@@ -159,8 +159,7 @@ def _verdicts(laid: CachePlan) -> Iterator[Verdict]:
     for group in laid.groups:
         if not isinstance(group.work, Attention | Select):
             continue
-        ranked = (BACKENDS.get(name, "backend.name") for name in BACKENDS.names())
-        for backend in sorted(ranked, key=lambda each: -each.rank):
+        for backend in ranked(BACKENDS.names()):
             reasons = refusals(backend.name, backend.needs(spec), group, spec)
             taken = group.choice is not None and group.choice.backend == backend.name
             kernels = backend.kernels(group, spec) if taken else {}

@@ -2,7 +2,8 @@
 
 A record is the key, value, gate (log decay) and, under the delta rule of drafts, beta of a token.
 Folding replays records through the recurrence (``reference.recurrence``), token by token: what it
-gives is what computing the tokens one by one would have given. Nothing here waits for the device.
+gives is what computing the tokens one by one would have given. Nothing here waits for the device
+but ``append``, which only the reference flow calls.
 
 The cursor of a slot counts its ``pending`` records, names the place of the oldest (``base``), and
 flags whether its last commit folded them. Every layer has one, so that layers do not wait for one
