@@ -151,13 +151,18 @@ def sizes_for(requests: int, keys: Iterable[TableKey], spec: Spec) -> Sizes:
 
 def crowded_chunks(tables: Iterable[TablePlan], spec: Spec, admitted: int) -> Mapping[str, int]:
     """Prompt tokens a step, by table, for which there are pages when all others are at their
-    longest; only tables where these are fewer than ``engine.prefill_chunk_tokens``.
+    longest; only tables where these are fewer than ``engine.prefill_chunk_tokens``, and that do
+    not have the pages for any mix of steps.
     """
     found = {}
     engine, workload = spec.engine, spec.workload
     mean = workload.mean_tokens or workload.tokens
     for table in tables:
         lifetime, page_tokens = table.lifetime, table.page_tokens
+        if table.num_pages > full_speed_pages(
+            TableKey(lifetime, page_tokens), admitted, mean, engine
+        ):
+            continue
         others = (admitted - 1) * request_pages(lifetime, page_tokens, mean, engine)
         room = (table.num_pages - 1 - others) * page_tokens - lifetime.tokens
         if lifetime.name in ("window", "chunk"):

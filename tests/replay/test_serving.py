@@ -162,3 +162,16 @@ def _random_steps(laid: CachePlan, requests: int, random: np.random.Generator) -
                 room -= counts[at]
         flights.append(books.extend(sequences, counts.tolist()))
         done += counts
+
+
+@pytest.mark.parametrize(("model", "requests"), [("gpt_oss_20b", 8), ("gemma3_27b", 2)])
+def test_a_few_requests_prefill_in_whole_chunks(model: str, requests: int) -> None:
+    """They have pages for any mix of steps, so no plan speaks of narrower chunks."""
+    laid = plan(_spec(model, 16, 2000, f"workload.requests={requests}"))
+    assert not crowded_chunks(laid.tables, laid.spec, laid.limits.admitted)
+    engine = Engine(laid)
+    assert engine.chunk == 2048
+    sequences = engine.books.open(requests)
+    for one in sequences:
+        engine.step([one], [2000])
+    assert engine.books.committed(sequences[:-2]).tolist() == [2000] * (requests - 2)
