@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, executed: its blocks become an installed package that adds to every axis."""
+"""CONTRIBUTING.md, executed: its blocks become an installed package that adds to three axes."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ def test_third_party_plugins_are_listed_with_their_origin(installed: Path) -> No
     assert "acme-kv" in done.stdout
 
 
-def test_each_plugin_takes_at_most_twenty_lines_to_use() -> None:
-    """The layout, format and backend blocks stay short enough to be copied."""
+def test_no_plugin_takes_more_than_25_lines() -> None:
+    """The layout, format and backend blocks stay short enough to be copied; a layout is a line."""
     blocks = [
         text
         for name, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text())
         if name.endswith("__init__.py")
     ]
-    code = [[line for line in text.splitlines() if line.strip()] for text in blocks]
-    assert len(code[0]) <= 20
-    assert all(len(lines) <= 32 for lines in code)
+    lines = [sum(bool(line.strip()) for line in text.splitlines()) for text in blocks]
+    assert len(lines) == 3
+    assert lines[0] <= 2, "an import and the layout"
+    assert max(lines) <= 25

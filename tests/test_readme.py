@@ -51,5 +51,20 @@ def test_two_setup_commands_begin_from_nothing() -> None:
 def test_layouts_in_the_readme_are_the_catalog() -> None:
     from kvfactory.layouts import LAYOUTS
 
-    named = set(re.findall(r"`([a-z_0-9]+)`", TEXT.split("## Layouts")[1].split("## Extending")[0]))
-    assert {name for name in LAYOUTS.names() if LAYOUTS.origin(name) == "built-in"} <= named
+    shipped = [name for name in LAYOUTS.names() if LAYOUTS.origin(name) == "built-in"]
+    layouts = [LAYOUTS.get(name, "layout") for name in shipped]
+    catalog = {each.name: {family: each.text(family) for family in FAMILIES} for each in layouts}
+    section = TEXT.split("## Layouts")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*`) \|$", section, re.M)
+    assert {name: _patterns(text) for name, text in rows} == catalog
+
+
+FAMILIES = ("k", "v", "scale")
+
+
+def _patterns(text: str) -> dict[str, str]:
+    """Patterns by family: each stands behind its families, alone it is the pattern of all."""
+    found = {}
+    for families, pattern in re.findall(r"([\w, ]*)`([^`]+)`", text):
+        found |= dict.fromkeys(re.findall(r"\w+", families) or FAMILIES, pattern)
+    return found
