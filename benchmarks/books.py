@@ -1,6 +1,6 @@
 """Host time of the books: decode steps of 256 requests in three tables.
 
-Run ``python benchmarks/books.py``. Every step extends all sequences by one token and commits.
+Run ``python -m benchmarks.books``. Every step extends all sequences by one token and commits.
 Sequences have different lengths, so that in every step some of them open a page and some release
 one. Bar: a median of 60 us, whatever the number of free pages.
 """

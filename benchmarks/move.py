@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.scenes import Entries, Scene, copies, entries, rows
+from benchmarks.move_scene import Entries, Scene, copies, entries, rows
 from benchmarks.timing import Call, Timed, host_us, race
 from kvfactory.quant import SCHEMES
 

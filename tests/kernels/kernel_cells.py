@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_bytes import same_bytes
 from torch import Tensor
 
 from kvfactory.errors import BooksError
@@ -288,12 +289,6 @@ def check_moves(bench: Bench) -> None:
     bench.check("disjoint move of slots")
     bench.both("zero", torch.tensor([1, 2]), Keep(mask=torch.tensor([False, True])))
     bench.both("zero", torch.tensor([3]), None)
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equal bytes."""
-    flat = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
-    return torch.equal(*flat)
 
 
 def check_foreign_ids(bench: Bench) -> None:

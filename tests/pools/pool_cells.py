@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from pool_reference import POISON, Reference
+from same_bytes import same_bytes
 from torch import Tensor
 
 from kvfactory.errors import KVFactoryError
@@ -239,7 +240,7 @@ class Bench:
             got = x.contiguous().view(-1).view(torch.uint8).numpy().reshape(wanted_rows.shape)
             assert bool((got == wanted_rows).all()), f"gather {key}"
         one = self.pool.gather(torch.tensor(self.slots[:2]), layer_index=1)
-        assert all(_same(one[key], everything[key][1, :2]) for key in one), "gather of a layer"
+        assert all(same_bytes(one[key], everything[key][1, :2]) for key in one), "gather of a layer"
 
     def moves(self) -> None:
         """Overlapping moves of slots, a masked one, and a cycle of pages."""
@@ -291,12 +292,6 @@ class Bench:
         self.pool.zero([first, second], mask=torch.tensor([False, True]))
         self.ref.zero(self.ref.slots_of([second]))
         self.check()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal bytes."""
-    flat = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
-    return torch.equal(*flat)
 
 
 def _equal(pool: Pool, expected: Reference, what: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_bytes import same_bytes
 from torch import Tensor
 
 from kvfactory.errors import SpecError
@@ -57,11 +58,6 @@ def random(tensor: Logical, rows: tuple[int, ...], dtype: torch.dtype = torch.fl
     generator = torch.Generator().manual_seed(len(rows))
     shape = (*rows, *(extent for _, extent in tensor.axes))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    as_bytes = [t.contiguous().unsqueeze(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and torch.equal(*as_bytes)
 
 
 def constants_of(codec, tensor: Logical) -> dict[str, Tensor]:
