@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvfactory.kernels.baked import AxisSteps, Part
-from kvfactory.kinds import align_up, ceil_div
+from kvfactory.kinds import align_up
 from kvfactory.layouts import Strided, axis_name
 from kvfactory.planning.cacheplan import GroupPlan, PlanePlan
 
@@ -250,4 +250,4 @@ def _width(total: int, most: int) -> int:
         if idle * 32 <= total:
             return width
         width //= 2
-    return min(width, 1 << (ceil_div(total, 1) - 1).bit_length())
+    return min(width, 1 << (total - 1).bit_length())

@@ -6,8 +6,11 @@ near exact powers of two; torch's own cast to E8M0 rounds to nearest, not up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kvfactory.quant import e2m1
+from kvfactory.quant.nibbles import unpack
 from kvfactory.quant.numerics import INPUT_MAX, blocks
 
 if TYPE_CHECKING:
@@ -52,3 +55,8 @@ def unscaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
 
     steps = powers(scale.view(torch.uint8)).unsqueeze(-1)
     return (blocks(values, block) * steps).clamp(-INPUT_MAX, INPUT_MAX).flatten(-2)
+
+
+def unscaled_e2m1(planes: Mapping[str, Tensor], block: int) -> Tensor:
+    """float32 [..., D] of ``data``, two E2M1 codes a byte, and ``scale``, E8M0 per ``block``."""
+    return unscaled(e2m1.values(unpack(planes["data"])), planes["scale"], block)

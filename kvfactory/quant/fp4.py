@@ -18,10 +18,10 @@ from kvfactory.quant.numerics import (
     E4M3_MAX,
     amax,
     block_plane,
-    block_problems,
     blocks,
     divide,
     load,
+    scaled_block_problems,
     to_fp8,
     torch_dtype,
 )
@@ -43,7 +43,7 @@ class Fp4Block16:
 
     def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
         """Blocks must fill a row."""
-        return _problems(tensor, path, self.name)
+        return scaled_block_problems(tensor, path, BLOCK, self.name)
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: two codes a byte; ``scale``: E8M0 per block."""
@@ -71,8 +71,7 @@ class Fp4Block16:
         dtype: str,
     ) -> Tensor:
         """q * 2^e in float32, then ``dtype``."""
-        codes = e2m1.values(unpack(planes["data"]))
-        return e8m0.unscaled(codes, planes["scale"], BLOCK).to(torch_dtype(dtype))
+        return e8m0.unscaled_e2m1(planes, BLOCK).to(torch_dtype(dtype))
 
     def device(self, tensor: Logical) -> DeviceCodec:
         """The functions of power-of-two scales."""
@@ -90,7 +89,7 @@ class NvFp4:
 
     def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
         """Blocks must fill a row."""
-        return _problems(tensor, path, self.name)
+        return scaled_block_problems(tensor, path, BLOCK, self.name)
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: two codes a byte; ``scale``: E4M3 per block."""
@@ -182,10 +181,6 @@ def _nvfp4_triton() -> tuple[Any, Any]:
         return device.flat(values * constants[0])
 
     return encode, decode
-
-
-def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:
-    return block_problems(tensor, path, BLOCK, f"{name} scales blocks of {BLOCK}", "fp8_e4m3")
 
 
 PLUGINS = (

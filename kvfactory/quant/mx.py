@@ -15,16 +15,16 @@ from kvfactory.errors import Problem
 from kvfactory.quant import e2m1, e8m0
 from kvfactory.quant.center import token_scheme
 from kvfactory.quant.codec import Constant, DeviceCodec, Logical, Plane
-from kvfactory.quant.nibbles import pack, packed_plane, unpack
+from kvfactory.quant.nibbles import pack, packed_plane
 from kvfactory.quant.numerics import (
     E4M3,
     E4M3_MAX,
     amax,
     block_plane,
-    block_problems,
     blocks,
     divide,
     load,
+    scaled_block_problems,
     to_fp8,
     torch_dtype,
     widen,
@@ -45,7 +45,7 @@ class MxFp8:
 
     def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
         """Blocks must fill a row."""
-        return _problems(tensor, path, self.name)
+        return scaled_block_problems(tensor, path, BLOCK, self.name)
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: a byte per element; ``scale``: E8M0 per block."""
@@ -89,7 +89,7 @@ class MxFp4:
 
     def problems(self, tensor: Logical, path: str) -> tuple[Problem, ...]:
         """Blocks must fill a row."""
-        return _problems(tensor, path, self.name)
+        return scaled_block_problems(tensor, path, BLOCK, self.name)
 
     def planes(self, tensor: Logical) -> tuple[Plane, ...]:
         """``data``: two codes a byte; ``scale``: E8M0 per block."""
@@ -115,8 +115,7 @@ class MxFp4:
         dtype: str,
     ) -> Tensor:
         """q * 2^e in float32, then ``dtype``."""
-        codes = e2m1.values(unpack(planes["data"]))
-        return e8m0.unscaled(codes, planes["scale"], BLOCK).to(torch_dtype(dtype))
+        return e8m0.unscaled_e2m1(planes, BLOCK).to(torch_dtype(dtype))
 
     def device(self, tensor: Logical) -> DeviceCodec:
         """The functions below, for E2M1."""
@@ -156,10 +155,6 @@ def _triton() -> tuple[Any, Any]:
         return device.unscaled(values, planes[1], 32)
 
     return encode, decode
-
-
-def _problems(tensor: Logical, path: str, name: str) -> tuple[Problem, ...]:
-    return block_problems(tensor, path, BLOCK, f"{name} scales blocks of {BLOCK}", "fp8_e4m3")
 
 
 def _scaled(x: Tensor, element_max: float) -> tuple[Tensor, Tensor]:

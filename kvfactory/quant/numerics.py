@@ -54,6 +54,11 @@ def block_problems(
     return (Problem(path, f"dim {dim}", f"a multiple of {block} ({reason})", f"{path}={instead}"),)
 
 
+def scaled_block_problems(tensor: Logical, path: str, block: int, name: str) -> tuple[Problem, ...]:
+    """A problem when the blocks that the scheme ``name`` scales do not fill a row."""
+    return block_problems(tensor, path, block, f"{name} scales blocks of {block}", "fp8_e4m3")
+
+
 def check_shape(tensor: Logical, x: Tensor) -> None:
     """``x`` is [rows..., *tensor axes].
 
