@@ -57,7 +57,8 @@ def refuse_doubts(config: Fields, known: Iterable[str] = ()) -> None:
         config.wrong(
             key,
             _NEED,
-            fix="a family plugin, or the model's groups in YAML",
+            fix="the model_type of a model like it, a family plugin, or the model's groups in"
+            " DIR/model/NAME.yaml with --config-dir DIR model=NAME",
         )
 
 

@@ -182,6 +182,16 @@ def without(**changes: Any) -> dict[str, Any]:
         # unknown types: the standard rule, unless a key speaks against it
         ({"model_type": "nova", "kv_lora_rank": 32}, "kv_lora_rank"),
         ({"model_type": "nova", "sliding_window": 64}, "sliding_window"),
+        (
+            {
+                "model_type": "nova",
+                "layer_types": ["sliding_attention"] * 4,
+                "sliding_window": 64,
+                "attention_chunk_size": 64,
+            },
+            "attention_chunk_size",
+        ),
+        ({"model_type": "nova", "layer_types": ["sliding_attention"] * 4}, "sliding_window"),
         ({"model_type": "nova", "layer_types": ["linear_attention"] * 4}, "layer_types"),
         ({"model_type": "nova", "mamba_d_state": 16}, "mamba_d_state"),
         ({"model_type": "nova", "conv_kernel": 4}, "conv_kernel"),
@@ -223,6 +233,19 @@ def test_an_unknown_type_with_the_standard_keys_is_dense(read: Any) -> None:
     harmless = {"sliding_window": None, "max_window_layers": 4, "num_experts": 8, "use_cache": True}
     model = read(without(model_type="nova", **harmless))
     assert list(model["groups"]) == ["full"]
+
+
+def test_an_unknown_type_may_list_windows_and_chunks(read: Any) -> None:
+    types = ["sliding_attention", "full_attention", "chunked_attention", "sliding_attention"]
+    keys = {"sliding_window": 64, "attention_chunk_size": 128}
+    groups = read(without(model_type="nova", layer_types=types, **keys))["groups"]
+    assert (groups["local"]["kind"], groups["local"]["window_tokens"]) == ("swa", 64)
+    assert (groups["chunked"]["kind"], groups["chunked"]["chunk_tokens"]) == ("chunked", 128)
+    assert {name: group["layers"] for name, group in groups.items()} == {
+        "local": "0::3",
+        "full": [1],
+        "chunked": [2],
+    }
 
 
 # ---- the file itself -----------------------------------------------------------------------
