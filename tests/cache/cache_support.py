@@ -176,7 +176,7 @@ class Feed:
         self, layer: int, group: GroupPlan, step: Step, ids: Tensor, selections: dict[int, Tensor]
     ) -> Tensor:
         q = self.rows(layer, group, "q", ids)
-        mask = tree_mask(step, group) if step.host.parents is not None else None
+        mask = tree_mask(step) if step.host.parents is not None else None
         owner = self.cache.selector_of(layer)
         select = None if owner is None else selections[owner]
         k = v = None
@@ -186,7 +186,7 @@ class Feed:
         return self.cache.attend(layer, q, k, v, step, group=group.group, mask=mask, select=select)
 
 
-def tree_mask(step: Step, group: GroupPlan) -> Tensor:
+def tree_mask(step: Step) -> Tensor:
     """What the tokens of a draft tree see: everything before the step, and their ancestors."""
     host, parts = step.host, []
     assert host.parents is not None

@@ -149,7 +149,7 @@ class Scene:
             q, k, v = self.inputs(group, tokens)
             found = self.cache.attend(group.layers[0], q, k, v, step, group=group.group, **extra)
             wanted = self.oracle(group, q, k, v, step, **extra)
-            close(found, wanted, self.tolerance(group), f"{group.name}, {tokens} tokens")
+            close(found, wanted, self.tolerance(), f"{group.name}, {tokens} tokens")
 
     def oracle(
         self, group: GroupPlan, q: Tensor, k: Tensor, v: Tensor | None, step: Step, **extra: Any
@@ -158,7 +158,7 @@ class Scene:
         given = AttendExtra(new_k=k if exact else None, new_v=v if exact else None, **extra)
         return Oracle(group, self.pools[group.name]).attend(0, q.double(), step, given)
 
-    def tolerance(self, group: GroupPlan) -> float:
+    def tolerance(self) -> float:
         """Of a few rows; the 8-bit arithmetic of ``fast`` is held to 4e-2 over many."""
         return 5e-2 if self.plan.spec.backend.accuracy == "fast" else 5e-3
 

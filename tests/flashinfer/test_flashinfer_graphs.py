@@ -55,7 +55,7 @@ def replayed(scene: Scene, graph: Graph, model: Model, step: Step, tokens: int) 
     for group in scene.plan.groups:
         q, k, v = (None if x is None else x[:tokens] for x in model.inputs[group.name])
         wanted = scene.oracle(group, q, k, v, step)
-        close(found[group.name][:tokens], wanted, scene.tolerance(group))
+        close(found[group.name][:tokens], wanted, scene.tolerance())
 
 
 @pytest.mark.parametrize("quant", ["plain", "fp8_e4m3"])
