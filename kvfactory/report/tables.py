@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from io import StringIO
 
 from kvfactory.layouts import layout_name
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan, StatePlan, TablePlan
 from kvfactory.sizing import request_pages
+from kvfactory.spec.layers import layer_set
 
-_RIGHT = frozenset("0123456789")
+_NUMBER = re.compile(r"[\d.,]+(%|x| [KMGT]?i?B| us)?|-")
 
 
 def plan_text(plan: CachePlan) -> str:
     """A plan in words: what is stored where, for how many requests, and each byte's purpose."""
+    num_layers = plan.spec.model.num_layers
     sections = [
         _headline(plan),
-        columns(_group_head(), [_group_cells(group) for group in plan.groups]),
+        columns(_group_head(), [_group_cells(group, num_layers) for group in plan.groups]),
         columns(*_tables(plan)),
         columns(*_account(plan)),
         "\n".join(_reasons(plan)),
@@ -34,7 +37,7 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, cells in zip(head, zip(*rows, strict=True), strict=True):
-        number = all(cell[:1] in _RIGHT or cell == "-" for cell in cells)
+        number = all(_NUMBER.fullmatch(cell) for cell in cells)
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
@@ -84,7 +87,7 @@ def _group_head() -> tuple[str, ...]:
     )
 
 
-def _group_cells(group: GroupPlan) -> tuple[str, ...]:
+def _group_cells(group: GroupPlan, num_layers: int) -> tuple[str, ...]:
     entry_bytes = sum(plane.place.page_bytes for plane in group.planes)
     elements = group.page_slots * sum(tensor.logical.elements for tensor in group.tensors)
     page_tokens = group.page_slots * group.tokens_per_entry
@@ -93,7 +96,7 @@ def _group_cells(group: GroupPlan) -> tuple[str, ...]:
     return (
         group.name,
         group.kind,
-        f"{len(group.layers)}: {_layers(group.layers)}",
+        f"{len(group.layers)}: {_layers(group.layers, num_layers)}",
         layout_name(group.layout) or f"'{group.layout}'",
         _quants(group),
         f"{8 * entry_bytes / elements:.2f}",
@@ -103,13 +106,13 @@ def _group_cells(group: GroupPlan) -> tuple[str, ...]:
     )
 
 
-def _layers(layers: Sequence[int]) -> str:
-    step = layers[1] - layers[0] if len(layers) > 1 else 1
-    if list(layers) == list(range(layers[0], layers[-1] + 1, step)):
-        every = f" step {step}" if step > 1 else ""
-        return f"{layers[0]}-{layers[-1]}{every}" if len(layers) > 1 else str(layers[0])
-    shown = ", ".join(map(str, layers[:4]))
-    return shown if len(layers) <= 4 else f"{shown} .. {layers[-1]}"
+def _layers(layers: Sequence[int], num_layers: int) -> str:
+    """As a config writes them, long lists shortened."""
+    found = layer_set(layers, num_layers)
+    if isinstance(found, str):
+        return found
+    shown = ", ".join(map(str, found[:4]))
+    return shown if len(found) <= 4 else f"{shown} .. {found[-1]}"
 
 
 def _quants(group: GroupPlan) -> str:

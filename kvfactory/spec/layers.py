@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvfactory.errors import Problem, SpecError
 
@@ -63,3 +63,27 @@ def _from_text(text: str, num_layers: int, path: str) -> list[int]:
 
 def _wrong(path: str, got: str, need: str, fix: str = "") -> SpecError:
     return SpecError(Problem(path, got, need, fix))
+
+
+def layer_set(ids: Iterable[int], num_layers: int) -> str | list[int]:
+    """The shortest way to write the layers: a range, a slice, the complement of one, or a list."""
+    found = sorted(ids)
+    short = _regular(found, num_layers)
+    if short is None and len(found) > num_layers // 2:
+        chosen = set(found)
+        rest = _regular([n for n in range(num_layers) if n not in chosen], num_layers)
+        short = f"not {rest}" if rest else None
+    return short or found
+
+
+def _regular(ids: Sequence[int], num_layers: int) -> str | None:
+    if len(ids) < 2:
+        return None
+    step = ids[1] - ids[0]
+    if list(ids) != list(range(ids[0], ids[-1] + 1, step)):
+        return None
+    if step == 1:
+        return f"{ids[0]}-{ids[-1]}"
+    if ids[-1] + step >= num_layers:
+        return f"{ids[0]}::{step}"
+    return f"{ids[0]}:{ids[-1] + 1}:{step}" if len(ids) > 2 else None

@@ -21,8 +21,8 @@ from kvfactory.huggingface import (
     model_from_config,
     model_from_values,
 )
-from kvfactory.huggingface.groups import collect, full, gqa, layer_set
-from kvfactory.spec.layers import parse_layers
+from kvfactory.huggingface.groups import collect, full, gqa
+from kvfactory.spec.layers import layer_set, parse_layers
 
 TEXT = {
     "model_type": "llama",
