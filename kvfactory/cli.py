@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfactory.actions import Outcome
 from kvfactory.composer import Composed, Request, hydra_errors, load, read, version_base
 from kvfactory.config.devices import ask_driver, ask_torch
 from kvfactory.errors import (
@@ -38,6 +39,8 @@ from kvfactory.planner import plan
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
     from omegaconf import DictConfig
+
+    from kvfactory.report.sweeps import Job
 
 OK, FAILED, BAD_INPUT, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT_LOST = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -94,7 +97,7 @@ def perform(overrides: Sequence[str]) -> int:
     Raises:
         KVFactoryError: bad input, or what the action met.
     """
-    return _act(_composed(overrides))
+    return _act(_composed(overrides)).code
 
 
 def _composed(overrides: Sequence[str]) -> Composed:
@@ -103,14 +106,13 @@ def _composed(overrides: Sequence[str]) -> Composed:
     return composed
 
 
-def _act(composed: Composed, title: str = "") -> int:
-    """Run the action, under a title if it prints a table."""
+def _act(composed: Composed, title: str = "") -> Outcome:
+    """Run the action, under a title if it prints a table; most return an exit code alone."""
     if title and composed.output == "table":
         print(title)
     module = importlib.import_module(f"kvfactory.actions.{composed.action}")
     result = module.run(composed.spec, composed.output)
-    assert isinstance(result, int)
-    return result
+    return result if isinstance(result, Outcome) else Outcome(int(result))
 
 
 def _check(composed: Composed) -> None:
@@ -205,10 +207,10 @@ def _show(hydra: Hydra, overrides: list[str], args: argparse.Namespace) -> int:
 
 
 def _sweep(hydra: Hydra, overrides: list[str]) -> int:
-    rows: list[tuple[str, ...]] = []
+    done: list[Job] = []
     try:
         jobs = hydra.multirun(
-            "config", lambda config: _job(config, rows), [*overrides, "hydra.mode=MULTIRUN"]
+            "config", lambda config: _job(config, done), [*overrides, "hydra.mode=MULTIRUN"]
         )
         if not any(jobs):
             raise SpecError(Problem("-m", "no job", "values to sweep over: a glob that finds some"))
@@ -221,10 +223,10 @@ def _sweep(hydra: Hydra, overrides: list[str]) -> int:
         need = "a folder that can be written to"
         raise SpecError(Problem("hydra.sweep.dir", got, need, fix)) from None
     finally:
-        if rows:
-            from kvfactory.report.tables import columns
+        if done:
+            from kvfactory.report.sweeps import sweep_text
 
-            print(columns(("job", "requests", "tokens", "bytes", "overrides"), rows))
+            print(sweep_text(done))
     return OK
 
 
@@ -232,13 +234,15 @@ class _JobFailedError(Exception):
     """Tells Hydra's launcher that a job failed; its problems are printed already."""
 
 
-def _job(config: DictConfig, rows: list[tuple[str, ...]]) -> None:
+def _job(config: DictConfig, done: list[Job]) -> None:
     """One job of a sweep: the others go on whatever happens, ``status.json`` says what did.
 
-    A plan that was printed as a table gets one of ``rows``, to compare the jobs by. ``config`` is
+    A job whose plan was printed as a table is added to ``done``, to be compared. ``config`` is
     composed again from the job's overrides, as every configuration is.
     """
     from hydra.core.hydra_config import HydraConfig
+
+    from kvfactory.report.sweeps import Job, backends
 
     runtime = HydraConfig.get()
     overrides = [*runtime.overrides.task]
@@ -247,15 +251,19 @@ def _job(config: DictConfig, rows: list[tuple[str, ...]]) -> None:
     try:
         written = [text.removeprefix("++") for text in overrides]
         composed = _composed([*written, *searchpath])
-        code = _act(composed, f"# job {runtime.job.num}: {' '.join(written)}")
+        outcome = _act(composed, f"# job {runtime.job.num}: {' '.join(written)}")
+        code, status["found"] = outcome.code, dict(outcome.found)
         if composed.action in ("run", "plan", "explain"):
             laid = plan(composed.spec)
-            found = (laid.limits.admitted, laid.limits.tokens, laid.bytes)
-            status["plan"] = dict(zip(("admitted", "tokens", "bytes"), found, strict=True))
-            status["plan"]["binding"] = laid.binding
+            status["plan"] = {
+                "admitted": laid.limits.admitted,
+                "tokens": laid.limits.tokens,
+                "bytes": laid.bytes,
+                "binding": laid.binding,
+                "backends": backends(laid),
+            }
             if composed.output == "table":
-                numbers = (f"{number:,}" for number in found)
-                rows.append((str(runtime.job.num), *numbers, " ".join(written)))
+                done.append(Job(runtime.job.num, laid, outcome.found, tuple(written)))
     except KVFactoryError as error:
         code = exit_code(error)
         status["problems"] = [vars(problem) for problem in error.problems]

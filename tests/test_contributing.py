@@ -64,6 +64,17 @@ def test_third_party_plugins_run(installed: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_third_party_plugins_are_swept(installed: Path, tmp_path: Path) -> None:
+    """Also beside a folder of the user's own, which every job must get as well."""
+    mine = tmp_path / "mine"
+    (mine / "kv").mkdir(parents=True)
+    (mine / "kv" / "mine.yaml").write_text("page_tokens: 8\n", encoding="utf-8")
+    words = ("-m", "action=plan", "device=cpu", f"hydra.sweep.dir={tmp_path}/runs")
+    done = _run(installed, *words, "kv=acme_sign,mine", "--config-dir", str(mine))
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("runs/*/status.json"))) == 2
+
+
 def test_third_party_plugins_are_listed_with_their_origin(installed: Path) -> None:
     done = _run(installed, "action=list", "output=json")
     assert done.returncode == 0, done.stderr

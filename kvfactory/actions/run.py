@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from kvfactory.actions import Outcome
 from kvfactory.builder import build
 from kvfactory.errors import Problem, SpecError
 from kvfactory.kinds import ceil_div
@@ -55,8 +56,10 @@ class RunResult:
         return all(verdict.passed for verdict in self.verdicts)
 
 
-def run(spec: Spec, output: str) -> int:
+def run(spec: Spec, output: str) -> Outcome:
     """Print the plan and the verdicts; 0 when every group passed, 1 otherwise.
+
+    It finds the largest error of a group and the verdict over all of them.
 
     Raises:
         SpecError, PlanError, CapabilityError: no such plan, or memory that keeps nothing.
@@ -72,7 +75,9 @@ def run(spec: Spec, output: str) -> int:
         print(json.dumps({"plan": laid.to_dict(), "run": asdict(result), "passed": result.passed}))
     else:
         print(f"\n{_text(result, laid)}")
-    return 0 if result.passed else 1
+    error = max((verdict.error for verdict in result.verdicts), default=0.0)
+    found = {"error": f"{error:.5f}", "verdict": "passed" if result.passed else "FAILED"}
+    return Outcome(0 if result.passed else 1, found)
 
 
 def _check_memory(laid: CachePlan) -> None:

@@ -27,10 +27,14 @@ _MISREAD = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9]+(:[0-9]+)+|(?i:y|n|yes|no|on|of
 
 @dataclass(frozen=True)
 class ConfDir:
-    """A folder of YAML and who brings it: ``built-in``, a distribution, or the command line."""
+    """A folder of YAML and who brings it: ``built-in``, a distribution, or the command line.
+
+    ``by_hand`` tells that it was named on the command line, not installed.
+    """
 
     path: Path
     origin: str
+    by_hand: bool = False
 
     def options(self, group: str) -> tuple[str, ...]:
         """Names of the choices of a config group, sorted."""
@@ -73,12 +77,14 @@ def conf_dir() -> Path:
 def conf_dirs(named: Sequence[str] = (), conf: Path | None = None) -> tuple[ConfDir, ...]:
     """All folders in search order: the primary one (``conf``, else ours), packages', ``named``.
 
+    A folder that several of them name counts once: the jobs of a sweep get all of them named.
+
     Raises:
         SpecError: a folder that is missing, an unsafe file, or one option brought twice.
     """
     primary = ConfDir(conf.absolute(), str(conf)) if conf else ConfDir(conf_dir(), "built-in")
     installed = tuple(_installed(entry) for entry in entry_points(group=ENTRY_POINTS))
-    foreign = (*installed, *(_named(text) for text in named))
+    foreign = _once((*installed, *(_named(text) for text in named)))
     missing = [found for found in (primary, *foreign) if not found.path.is_dir()]
     if missing:
         raise SpecError(*(_no_folder(found) for found in missing))
@@ -88,6 +94,14 @@ def conf_dirs(named: Sequence[str] = (), conf: Path | None = None) -> tuple[Conf
     if problems:
         raise SpecError(*problems)
     return (primary, *foreign)
+
+
+def _once(folders: Sequence[ConfDir]) -> tuple[ConfDir, ...]:
+    """``folders`` without those that an earlier one is already."""
+    first: dict[Path, ConfDir] = {}
+    for found in folders:
+        first.setdefault(found.path.resolve(), found)
+    return tuple(first.values())
 
 
 def _installed(entry: EntryPoint) -> ConfDir:
@@ -103,7 +117,7 @@ def _installed(entry: EntryPoint) -> ConfDir:
 
 
 def _named(text: str) -> ConfDir:
-    return ConfDir(Path(text.removeprefix("file://")).expanduser().absolute(), text)
+    return ConfDir(Path(text.removeprefix("file://")).expanduser().absolute(), text, by_hand=True)
 
 
 def _no_folder(found: ConfDir) -> Problem:
@@ -124,7 +138,8 @@ def _twice(foreign: Sequence[ConfDir]) -> Iterator[Problem]:
             first = seen.setdefault(option, found)
             if first is not found:
                 got = f"two files, of {first.origin} and {found.origin}"
-                yield Problem(option, got, "one file of that name", f"uninstall {found.origin}")
+                fix = f"renaming {file}" if found.by_hand else f"pip uninstall {found.origin}"
+                yield Problem(option, got, "one file of that name", fix)
 
 
 def _unsafe(found: ConfDir) -> Iterator[Problem]:

@@ -230,9 +230,31 @@ def test_a_sweep_from_an_experiment(cli: Cli) -> None:
     assert [status["exit"] for status in _statuses(done.files).values()] == [0] * 4
     assert done.err == ""
     table = done.out.splitlines()[-5:]
-    assert table[0].split() == ["job", "requests", "tokens", "bytes", "overrides"]
+    assert table[0].split() == ["job", "requests", "tokens", "bytes", "backends", "overrides"]
     assert table[1].split()[:3] == ["0", "8", "128"]
-    assert _statuses(done.files)[0]["plan"]["admitted"] == 8
+    assert table[1].split()[4:] == ["torch", "kv=bf16_nhd", "kv.page_tokens=16"]
+    plan = _statuses(done.files)[0]["plan"]
+    assert (plan["admitted"], plan["backends"]) == (8, {"full": "torch"})
+
+
+def test_a_sweep_tells_which_backend_serves_each_group(cli: Cli) -> None:
+    """More requests by the slow oracle are no better than fewer by kernels: both must be seen."""
+    local = "kv.groups.local.quant.k=plain,fp8_e4m3"
+    done = cli("-m", "action=plan", "model=gpt_oss_120b", "kv=fp8_hnd", "device=h200", local)
+    first, second = done.out.splitlines()[-2:]
+    assert "full by flashinfer, local by torch" in first
+    assert second.split()[4:] == ["flashinfer", "kv.groups.local.quant.k=fp8_e4m3"]
+
+
+def test_a_sweep_of_runs_compares_what_they_found(cli: Cli) -> None:
+    small = ("model.num_layers=1", "model.groups.full.layers=0-0", "workload.tokens=24")
+    done = cli("-m", "model=qwen3_0_6b", "device=cpu", "kv=bf16_nhd,fp8_nhd", *small)
+    assert done.code == 0, done.err
+    head, *rows = (line.split() for line in done.out.splitlines()[-3:])
+    assert head[4:] == ["backends", "error", "verdict", "overrides"]
+    assert [row[6:] for row in rows] == [["passed", "kv=bf16_nhd"], ["passed", "kv=fp8_nhd"]]
+    assert float(rows[0][5]) < float(rows[1][5])
+    assert _statuses(done.files)[1]["found"] == {"error": rows[1][5], "verdict": "passed"}
 
 
 def test_sweeping_a_plugin_and_a_null(cli: Cli) -> None:

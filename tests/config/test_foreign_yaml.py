@@ -71,8 +71,11 @@ def test_two_files_of_one_name(acme: Acme, tmp_path: Path) -> None:
     second = tmp_path / "other"
     (second / "kv").mkdir(parents=True)
     (second / "kv" / "acme.yaml").write_text("page_tokens: 9\n")
-    with pytest.raises(SpecError, match="kv/acme: got two files"):
+    with pytest.raises(SpecError, match="kv/acme: got two files") as refusal:
         compose("kv=acme", "device=cpu", f"hydra.searchpath=[{first},{second}]")
+    assert refusal.value.problems[0].fix == f"renaming {second / 'kv' / 'acme.yaml'}"
+    again = f"hydra.searchpath=[{first},file://{first}/]"
+    assert compose("kv=acme", "device=cpu", again).kv.page_tokens == 8
 
 
 BOMB = "a: &a [x, x]\n" + "".join(
