@@ -20,7 +20,7 @@ from kvfactory.cache import Cache
 from kvfactory.cache.parts import Parts
 from kvfactory.calibration import required_constants
 from kvfactory.calibration.checkpoint import read_constants
-from kvfactory.errors import BuildError, OutOfMemory, Problem
+from kvfactory.errors import BuildError, OutOfMemory, Problem, SpecError
 from kvfactory.memory import MEMORIES
 from kvfactory.planning.cacheplan import Attention, CachePlan, Select
 from kvfactory.pools import MakeOps, Pool, TorchOps
@@ -38,8 +38,12 @@ def build(plan: CachePlan, device: str | None = None) -> Cache:
     Raises:
         OutOfMemory: too little free memory; a BuildError too.
         BuildError: a device that is not the one planned for, or a library that is missing.
-        SpecError: ``kv.constants`` names a file that lacks a constant or cannot be used.
+        SpecError: ``plan`` is none, or ``kv.constants`` names a file that lacks a constant or
+            cannot be used.
     """
+    if not isinstance(plan, CachePlan):
+        fix = "build(plan(spec))"
+        raise SpecError(Problem("build(plan)", f"a {type(plan).__name__}", "a CachePlan", fix))
     target = device or plan.spec.device.type
     _check_device(plan, torch.device(target))
     arena = _allocate(plan, target)

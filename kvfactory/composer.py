@@ -106,6 +106,10 @@ def read(overrides: Sequence[str], conf: Path | None = None) -> Request:
     Raises:
         SpecError: every refusal at once.
     """
+    wrong = [text for text in overrides if not isinstance(text, str)]
+    if wrong:
+        fix = 'compose("model=qwen3", "kv=fp8_hnd")'
+        raise SpecError(Problem("overrides", repr(wrong[0]), "text, each as an argument", fix))
     parsed = [Override.parse(text) for text in overrides]
     named = [path for each in parsed if each.key == _SEARCHPATH for path in _paths(each)]
     dirs = conf_dirs(named, conf)

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvfactory.backends.contract import BACKENDS
-from kvfactory.errors import Problem
+from kvfactory.errors import Problem, SpecError
 from kvfactory.memory import MEMORIES
 from kvfactory.planning.annexes import draft_annexes, fixed_slots
 from kvfactory.planning.assembly import Arena, Sizes, TableDraft, lay_groups, lay_steps, lay_tables
 from kvfactory.planning.cacheplan import CachePlan, Choice, GroupPlan, Workspace
-from kvfactory.planning.choice import check_options, choose, confirm
+from kvfactory.planning.choice import check_options, choose, confirm, slow
 from kvfactory.planning.drafts import with_draft
 from kvfactory.planning.grouping import Draft, Findings, draft_groups
-from kvfactory.planning.remarks import remarks
+from kvfactory.planning.remarks import remarks, warnings
 from kvfactory.sizing import crowded_chunks, draft_tables, sizes_for, solve
 from kvfactory.spec import Spec
 
@@ -24,10 +24,13 @@ def plan(spec: Spec) -> CachePlan:
     """The plan of ``spec`` for its device. Pure: no torch, no memory, no device is touched.
 
     Raises:
-        SpecError: an unknown plugin or option.
+        SpecError: no spec, or one with an unknown plugin or option.
         PlanError: geometry, layout or quant that cannot be stored, or a budget below its floor.
         CapabilityError: no backend serves a group; the problems are the reasons.
     """
+    if not isinstance(spec, Spec):
+        fix = "plan(compose(...)) or plan(Spec.parse(...))"
+        raise SpecError(Problem("plan(spec)", f"a {type(spec).__name__}", "a Spec", fix))
     spec, findings = with_draft(spec), Findings()
     memory = _memory(spec, findings)
     drafts = draft_groups(spec, findings)
@@ -45,8 +48,8 @@ def plan(spec: Spec) -> CachePlan:
     sizes, binding = solve(tables, spec, planner.count)
     laid = replace(planner.lay(sizes), memory=memory, binding=binding)
     confirm(laid)
-    notes = (*findings.notes, *_crowded(laid), *_counted(laid), *_too_large(laid))
-    return replace(laid, notes=notes)
+    notes = (*findings.notes, *slow(laid), *_crowded(laid), *_counted(laid))
+    return replace(laid, notes=notes, warnings=(*_too_large(laid), *warnings(spec)))
 
 
 def _twice(drafts: Sequence[Draft]) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from kvfactory.errors import Problem
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
-from kvfactory.report.explanation import Explanation, Trial, Verdict, explain
+from kvfactory.report.explanation import Explanation, Trial, Verdict, explain, needs_fewer_bytes
 from kvfactory.report.tables import columns, plan_text, size
 from kvfactory.spec import Spec
 
@@ -84,7 +84,8 @@ def _backends(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
 def _trials(trials: Iterable[Trial], now: Set[Problem]) -> Iterator[tuple[str, ...]]:
     """What each setting gives; reasons against backends where they are not those of ``now``."""
     for trial in trials:
-        word = "taken" if trial.taken else "refused" if trial.reasons else "possible"
+        part = f"taken by {', '.join(trial.taken_by)}" if trial.taken_by else "possible"
+        word = "taken" if trial.taken else "refused" if trial.reasons else part
         served = f"{trial.admitted:,} requests, {size(trial.num_bytes)}"
         by = f", by {', '.join(trial.backends)}" if trial.backends else ""
         new = [problem for problem in trial.passed_over if problem not in now]
@@ -104,15 +105,27 @@ def _changes(laid: CachePlan, changes: Sequence[Trial]) -> str:
     now = f"now: {laid.limits.admitted:,} requests in {size(laid.bytes)}"
     if not changes:
         return f"{now}; no single change that was tried does better"
+    by_bytes = needs_fewer_bytes(laid.spec)
     rows = [
         (
             trial.override,
             f"{trial.admitted:,}",
-            f"{trial.admitted / laid.limits.admitted:.2f}x",
+            f"{_gain(trial, laid, by_bytes):.2f}x",
             size(trial.num_bytes),
             ", ".join(trial.backends) or "-",
         )
         for trial in changes
     ]
-    head = ("to do better", "requests", "of now", "bytes", "backends")
-    return f"{columns(head, rows)}\n{now}"
+    head = (
+        "to do better",
+        "requests",
+        "bytes of now" if by_bytes else "of now",
+        "bytes",
+        "backends",
+    )
+    why = "; without a memory.budget fewer bytes for as many requests are better" * by_bytes
+    return f"{columns(head, rows)}\n{now}{why}"
+
+
+def _gain(trial: Trial, laid: CachePlan, by_bytes: bool) -> float:
+    return trial.num_bytes / laid.bytes if by_bytes else trial.admitted / laid.limits.admitted

@@ -298,7 +298,18 @@ def _place_refusals(needs: Needs, group: GroupPlan, path: str) -> Iterable[Probl
     kinds = {(plane.dtype, plane.place.shape, plane.place.strides) for plane in data}
     if needs.equal_strides and len(kinds) > 1 and not group.has("latent"):
         got = f"unequal types, shapes or strides of {' and '.join(p.key for p in data)}"
-        yield Problem(path, got, "equal ones")
+        yield Problem(path, got, "equal ones", _one_quant(needs, group))
+
+
+def _one_quant(needs: Needs, group: GroupPlan) -> str:
+    """The override that gives all tensors of ``group`` one of its formats, if that is the mend."""
+    names = list(dict.fromkeys(tensor.quant for tensor in group.tensors))
+    served = [name for name in names if needs.quants is None or name in needs.quants]
+    if len(names) == 1 or not served:
+        return ""
+    recipe = group.name.removeprefix(group.group).removeprefix(".")
+    owner = f"kv.recipes.{recipe}" if recipe else f"kv.groups.{group.group}"
+    return f"{owner}.quant={served[0]}"
 
 
 def _any(values: Iterable[Any]) -> str:

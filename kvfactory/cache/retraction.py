@@ -51,8 +51,7 @@ def offload(parts: Parts, sequences: Sequence[SequenceId]) -> CacheImage:
         BooksError: a stale handle, one twice, a step in flight, or encoder tokens of a sequence
             without tokens; nothing is closed then.
     """
-    if len(set(sequences)) < len(sequences):
-        raise BooksError(Problem("sequences", "a sequence named twice", "each one once"))
+    parts.books.committed(sequences)  # refuses what are no handles, and one that is named twice
     views = [parts.books.view(sequence) for sequence in sequences]
     wrong = [
         Problem(f"sequences[{number}]", "encoder tokens and no other", "a sequence to close")
@@ -73,8 +72,11 @@ def load(parts: Parts, states: StateStore, image: CacheImage) -> list[SequenceId
     Raises:
         OutOfPages: too few pages, slots or rows for all of them; nothing was taken.
         BooksError: a sequence that is longer than a row of this cache; nothing was taken.
-        SpecError: an image of other groups, formats, page sizes or constants.
+        SpecError: no image, or one of other groups, formats, page sizes or constants.
     """
+    if not isinstance(image, CacheImage):
+        need = "the image that offload() returned"
+        raise SpecError(Problem("image", f"a {type(image).__name__}", need))
     _check(parts, image)
     parts.books.require_room([(shape.tokens, shape.cross_tokens) for shape in image.sequences])
     segments: list[Segment] = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvfactory.errors import Problem, SpecError
 from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan, Recurrence, Select
+from kvfactory.spec.layers import layer_set
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Router:
         Raises:
             SpecError: none, or several and no ``group`` to tell them apart.
         """
-        return self._only(layer, group, lambda route: isinstance(route.group.work, Attention))
+        return self._only(layer, group, "an attention group", Attention)
 
     def index(self, layer: int) -> Route:
         """The route of ``layer`` among groups that select, of which it has one at most.
@@ -59,7 +60,7 @@ class Router:
         Raises:
             SpecError: none: the layer uses the selection of the layer that ``selector_of`` names.
         """
-        return self._only(layer, "", lambda route: isinstance(route.group.work, Select))
+        return self._only(layer, "", "a sparse_index group", Select)
 
     def selector_of(self, layer: int) -> int | None:
         """The layer whose selection ``layer`` attends over: itself or the last one before it with
@@ -79,21 +80,37 @@ class Router:
         Raises:
             SpecError: as ``attention``.
         """
-        return self._only(layer, group, lambda route: isinstance(route.group.work, Recurrence))
+        return self._only(layer, group, "a linear group", Recurrence)
 
     def storage(self, layer: int, group: str) -> Route:
         """The route of ``layer`` among all groups."""
-        return self._only(layer, group, lambda route: True)
+        return self._only(layer, group, "a group", object)
 
-    def _only(self, layer: int, group: str, fits: Callable[[Route], bool]) -> Route:
-        routes = [
-            r for r in self._routes.get(layer, []) if fits(r) and group in ("", r.group.group)
-        ]
+    def _only(self, layer: int, group: str, kind: str, work: type) -> Route:
+        """The only route of ``layer`` in groups of ``work``, which ``kind`` names in refusals."""
+
+        def fits(route: Route) -> bool:
+            return isinstance(route.group.work, work) and group in ("", route.group.group)
+
+        mine = self._routes.get(layer, [])
+        routes = [route for route in mine if fits(route)]
         if len(routes) == 1:
             return routes[0]
-        known = ", ".join(dict.fromkeys(r.group.group for r in self._routes.get(layer, [])))
-        got = f"{layer} of {self._num_layers} layers" + (f", group {group!r}" if group else "")
         if routes:
-            raise SpecError(Problem("layer", got, f"group=, one of {known}"))
-        need = f"a layer of such a group (this one has {known or 'none'})"
-        raise SpecError(Problem("layer", got, need))
+            raise SpecError(Problem("layer", f"{layer} alone", f"group=, one of {_names(routes)}"))
+        if layer not in range(self._num_layers):
+            raise SpecError(Problem("layer", repr(layer), f"0 to {self._num_layers - 1}"))
+        asked = f", group {group!r}" if group else ""
+        got = f"{layer}{asked}, which is in {_names(mine) or 'no group'}"
+        others = {at for at, found in self._routes.items() if any(map(fits, found))}
+        raise SpecError(Problem("layer", got, f"a layer of {kind}{self._where(others, group)}"))
+
+    def _where(self, layers: set[int], group: str) -> str:
+        """Which layers would do."""
+        if not layers:
+            return "; this model has none" + (" of that name" if group else "")
+        return f": {str(layer_set(layers, self._num_layers)).strip('[]')}"
+
+
+def _names(routes: Iterable[Route]) -> str:
+    return ", ".join(dict.fromkeys(route.group.group for route in routes))

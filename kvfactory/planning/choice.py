@@ -84,6 +84,13 @@ def _first_fit(group: GroupPlan, backends: Sequence[Backend], spec: Spec) -> Cho
     return Choice("", tuple(passed))
 
 
+def slow(laid: CachePlan) -> Iterator[str]:
+    """Groups that the oracle serves where kernels could."""
+    for group in laid.groups if laid.spec.device.type == "cuda" else ():
+        if group.choice and group.choice.backend == "torch":
+            yield f"group {group.name} is served by torch, the oracle: slow"
+
+
 def confirm(laid: CachePlan) -> None:
     """Strides and ids grow with the pages: what was chosen must still serve at full size.
 

@@ -5,8 +5,8 @@ Nothing here decides: verdicts are those of the planner, asked again with one se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfactory.backends.contract import BACKENDS, ranked, refusals
@@ -75,11 +75,13 @@ class Verdict:
 class Trial:
     """The plan with one override: what it admits and takes, or the reasons why there is none.
 
+    ``taken_by`` are the groups that have it now, ``taken`` whether all that could do.
     ``passed_over`` are the reasons against backends of higher rank.
     """
 
     override: str
     taken: bool
+    taken_by: tuple[str, ...]
     admitted: int
     num_bytes: int
     backends: tuple[str, ...]
@@ -174,30 +176,39 @@ def _layouts(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
     kv = spec.kv
     for granularity in dict.fromkeys(KINDS[group.kind].granularity for group in laid.groups):
         members = [g for g in laid.groups if KINDS[g.kind].granularity == granularity]
-        own = {layout_name(group.layout) for group in members}
+        own = {group.name: {layout_name(group.layout)} for group in members}
         for name in LAYOUTS.names():
             changed = {**dict(kv.layout), granularity: LayoutFamilies(k=name)}
             layout = Layouts.model_construct(**changed)
-            taken = name in own
-            yield _trial(spec, f"kv.layout.{granularity}={name}", taken, kv={"layout": layout})
+            override = f"kv.layout.{granularity}={name}"
+            yield _taken(_trial(spec, override, kv={"layout": layout}), name, own)
 
 
 def _quants(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
     """Every format for every role that the model has."""
     kv = spec.kv
-    tensors = [tensor for group in laid.groups for tensor in group.tensors]
-    for role in dict.fromkeys(tensor.logical.role for tensor in tensors):
-        own = {tensor.quant for tensor in tensors if tensor.logical.role == role}
+    formats: dict[str, dict[str, set[str]]] = {}
+    for group in laid.groups:
+        for tensor in group.tensors:
+            own = formats.setdefault(tensor.logical.role, {})
+            own.setdefault(group.name, set()).add(tensor.quant)
+    for role, own in formats.items():
         for name in SCHEMES.names():
             quant = Quants.model_construct(**{**dict(kv.quant), role: Plugin(name=name)})
             override = f"kv.quant.{role}={name}"
-            yield _trial(spec, override, name in own, kv={"quant": quant})
+            yield _taken(_trial(spec, override, kv={"quant": quant}), name, own)
+
+
+def _taken(trial: Trial, name: str, own: Mapping[str, Set[str]]) -> Trial:
+    """``trial`` of setting ``name`` where groups have theirs of ``own``."""
+    having = tuple(group for group, names in own.items() if name in names)
+    return replace(trial, taken=all(names == {name} for names in own.values()), taken_by=having)
 
 
 def _changes(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
     """Settings that admit more requests, or without a budget take fewer bytes; the best first."""
     trials = [trial for trial in _candidates(laid, spec) if not trial.reasons]
-    if spec.memory.budget is None and not spec.memory.tokens:
+    if needs_fewer_bytes(spec):
         better = [trial for trial in trials if trial.num_bytes < laid.bytes]
         yield from sorted(better, key=lambda trial: trial.num_bytes)
     else:
@@ -205,17 +216,22 @@ def _changes(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
         yield from sorted(better, key=lambda trial: -trial.admitted)
 
 
+def needs_fewer_bytes(spec: Spec) -> bool:
+    """Whether the workload alone decides how large the plan is, so that better means smaller."""
+    return spec.memory.budget is None and not spec.memory.tokens
+
+
 def _candidates(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
     memory, engine, workload = spec.memory, spec.engine, spec.workload
     for name in SCHEMES.names():
         quant = Quants(every=Plugin(name=name))
-        yield _trial(spec, f"kv.quant={name}", False, kv={"quant": quant})
+        yield _trial(spec, f"kv.quant={name}", kv={"quant": quant})
     if any(group.kind == "linear" for group in laid.groups):  # every format above left them plain
         for name in SCHEMES.names():
             quant = Quants.model_construct(**{**dict(spec.kv.quant), "state": Plugin(name=name)})
-            yield _trial(spec, f"kv.quant.state={name}", False, kv={"quant": quant})
+            yield _trial(spec, f"kv.quant.state={name}", kv={"quant": quant})
     for tokens in PAGE_TOKENS:
-        yield _trial(spec, f"kv.page_tokens={tokens}", False, kv={"page_tokens": tokens})
+        yield _trial(spec, f"kv.page_tokens={tokens}", kv={"page_tokens": tokens})
     if memory.budget is not None:
         budget = memory.budget * 5 // 4
         if laid.memory == spec.device.type and spec.device.memory_bytes is not None:
@@ -223,34 +239,35 @@ def _candidates(laid: CachePlan, spec: Spec) -> Iterator[Trial]:
         gib = budget // 2**30
         if gib * 2**30 > memory.budget:
             more = {"budget": gib * 2**30}
-            yield _trial(spec, f"memory.budget={gib}GiB", False, memory=more)
+            yield _trial(spec, f"memory.budget={gib}GiB", memory=more)
     if memory.ratios:
-        yield _trial(spec, "memory.ratios={}", False, memory={"ratios": {}})
+        yield _trial(spec, "memory.ratios={}", memory={"ratios": {}})
     if engine.max_requests is not None:
-        yield _trial(spec, "engine.max_requests=null", False, engine={"max_requests": None})
+        yield _trial(spec, "engine.max_requests=null", engine={"max_requests": None})
     if engine.steps_in_flight > 1:
-        yield _trial(spec, "engine.steps_in_flight=1", False, engine={"steps_in_flight": 1})
+        yield _trial(spec, "engine.steps_in_flight=1", engine={"steps_in_flight": 1})
     if engine.prefill_chunk_tokens > 512:
         chunk = {"prefill_chunk_tokens": 512}
-        yield _trial(spec, "engine.prefill_chunk_tokens=512", False, engine=chunk)
+        yield _trial(spec, "engine.prefill_chunk_tokens=512", engine=chunk)
     half = workload.tokens // 2
     if half:
-        yield _trial(spec, f"workload.tokens={half}", False, workload={"tokens": half})
+        yield _trial(spec, f"workload.tokens={half}", workload={"tokens": half})
 
 
-def _trial(spec: Spec, override: str, taken: bool, **changed: Mapping[str, Any]) -> Trial:
+def _trial(spec: Spec, override: str, **changed: Mapping[str, Any]) -> Trial:
     """The plan with sections of its spec updated."""
     parts = dict(spec)
     update = {name: parts[name].model_copy(update=dict(new)) for name, new in changed.items()}
     try:
         other = plan(spec.model_copy(update=update))
     except KVFactoryError as error:
-        return Trial(override, taken, 0, 0, (), (), tuple(error.problems))
+        return Trial(override, False, (), 0, 0, (), (), tuple(error.problems))
     choices = [group.choice for group in other.groups if group.choice]
     over = (problem for c in choices for _, found in c.passed_over for problem in found)
     return Trial(
         override=override,
-        taken=taken,
+        taken=False,
+        taken_by=(),
         admitted=other.limits.admitted,
         num_bytes=other.bytes,
         backends=tuple(dict.fromkeys(choice.backend for choice in choices)),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from kvfactory.errors import SpecError
+from kvfactory.errors import Problem, SpecError
 from kvfactory.spec.kv import KV
 from kvfactory.spec.model import Frozen, Model, Name, NonNegative, Positive
 from kvfactory.spec.plain import plain
@@ -150,4 +151,16 @@ class Spec(Frozen):
         try:
             return cls.model_validate_json(json.dumps(plain(data)))
         except ValidationError as error:
-            raise SpecError(*from_validation(error, cls)) from None
+            problems = from_validation(error, cls)
+        raise SpecError(*(_with_preset(problem, data) for problem in problems))
+
+
+_PRESETS = ("model", "kv", "memory", "device", "backend", "workload")
+
+
+def _with_preset(problem: Problem, data: Mapping[str, Any]) -> Problem:
+    """``problem``; the name of a section's preset in its place is mended by who looks it up."""
+    name = data.get(problem.path) if problem.path in _PRESETS else None
+    if not isinstance(name, str):
+        return problem
+    return replace(problem, fix=f'kvfactory.compose("{problem.path}={name}")')

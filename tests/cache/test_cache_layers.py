@@ -72,7 +72,7 @@ def test_layers_without_index_keys_use_the_last_selection() -> None:
     cache = cache_of({"latent": {**MLA, "layers": "0-4"}, "index": index})
     assert [cache.selector_of(layer) for layer in range(6)] == [0, 0, 0, 3, 3, None]
     assert cache_of("minimax").selector_of(0) is None
-    with pytest.raises(SpecError, match="a layer of such a group"):
+    with pytest.raises(SpecError, match=r"need a layer of a sparse_index group: 0::3$"):
         cache.select(1, torch.randn(1, 2, 16), None, cache.extend(cache.open(), 1))
 
 
@@ -84,8 +84,6 @@ def test_a_backend_attends_over_what_was_written() -> None:
     want = cache.attend(1, q, None, None, step)
     assert torch.equal(runner.attend(index, q, step, AttendExtra()), want)
     assert want.abs().sum() > 0
-    with pytest.raises(SpecError, match="a layer of such a group"):
-        cache.backend(99)
 
 
 # ---- one write for all groups of a layer -----------------------------------------------------
@@ -119,7 +117,7 @@ def test_a_write_writes_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(SpecError, match=match):
             cache.write(0, step, **wrong)
-    with pytest.raises(SpecError, match="such a group"):
+    with pytest.raises(SpecError, match=r"a sparse_index group: 0$"):
         cache.write(1, step, k=k, v=v, index_k=index)
     assert same(before, snapshot(cache))
     runs: list[str] = []
@@ -151,7 +149,7 @@ def test_entries_are_written_by_the_token_that_completes_them() -> None:
 def test_layers_that_keep_nothing() -> None:
     cache, step = _step("full")
     assert cache.groups(5) == ()
-    with pytest.raises(SpecError, match="none"):
+    with pytest.raises(SpecError, match="which is in no group"):
         cache.attend(5, torch.randn(12, 4, 16), None, None, step)
 
 

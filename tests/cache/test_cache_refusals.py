@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvfactory import Cache, CachePlan, build, plan
+from kvfactory import Cache, CachePlan, build, compose, plan
 from kvfactory.errors import BooksError, BuildError, KVFactoryError, OutOfMemory, SpecError
 from kvfactory.spec import Spec
 
 FULL = {"kind": "full", "layers": "0-1", "q_heads": 4, "kv_heads": 2, "head_dim": 32}
 SINKS = FULL | {"layers": "2-2", "sinks": True}
+SPEC = Spec.parse({"model": {"name": "m", "num_layers": 2, "groups": {"full": FULL}}})
 
 
 @pytest.fixture
@@ -66,6 +67,63 @@ def test_too_little_memory_is_told_from_other_failures() -> None:
     laid = _plan(kv={"page_tokens": 4096}, memory={"budget": 2**48})
     with pytest.raises(OutOfMemory, match=r"a smaller memory\.budget"):
         build(laid)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: build(SPEC), "got a Spec, need a CachePlan; try build(plan(spec))"),
+        (lambda: plan("model=qwen3"), "got a str, need a Spec; try plan(compose(...))"),
+        (lambda: compose(["model=qwen3"]), "overrides: got ['model=qwen3'], need text"),
+        (lambda: Spec.parse({"model": "qwen3"}), 'try kvfactory.compose("model=qwen3")'),
+    ],
+)
+def test_each_door_names_the_one_before_it(call: Any, text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_images_are_what_offload_returned(cache: Cache) -> None:
+    one = cache.open()
+    wrong: Any = one
+    _refused(cache, lambda: cache.load(wrong), SpecError, "image: got a list, need the image that")
+    wrong = one[0]
+    text = "need a list of handles, as open() returns them"
+    _refused(cache, lambda: cache.offload(wrong), BooksError, text)
+
+
+# ---- layers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "group", "text"),
+    [
+        (3, "", "layer: got 3, need 0 to 2"),
+        (-1, "", "layer: got -1, need 0 to 2"),
+        (
+            2,
+            "full",
+            "got 2, group 'full', which is in sunk, need a layer of an attention group: 0-1",
+        ),
+        (0, "fall", "which is in full, need a layer of an attention group; this model has none of"),
+    ],
+)
+def test_layers_are_the_models_and_of_the_group(
+    cache: Cache, layer: int, group: str, text: str
+) -> None:
+    step = cache.extend(cache.open(), 5)
+    q, k, v = _inputs(5)
+    _refused(cache, lambda: cache.attend(layer, q, k, v, step, group=group), SpecError, text)
+    _refused(cache, lambda: cache.write(layer, step, k=k, v=v, group=group), SpecError, text)
+
+
+def test_what_no_layer_keeps_is_named(cache: Cache) -> None:
+    step = cache.extend(cache.open(), 5)
+    text = "layer: got 0, which is in full, need a layer of a {} group; this model has none"
+    call: Any = lambda: cache.select(0, Q, None, step)  # noqa: E731
+    _refused(cache, call, SpecError, text.format("sparse_index"))
+    _refused(cache, lambda: cache.state(0, step), SpecError, text.format("linear"))
 
 
 # ---- the books -----------------------------------------------------------------------------

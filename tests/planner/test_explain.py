@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from planner_support import CONF, read_yaml, spec_of
 
+from kvfactory.actions.explain import run
 from kvfactory.backends import BACKENDS
 from kvfactory.cli import main
+from kvfactory.errors import CapabilityError
 from kvfactory.layouts import LAYOUTS
 from kvfactory.planner import plan
 from kvfactory.quant import SCHEMES
 from kvfactory.report.explanation import Explanation, explain
-from kvfactory.spec import Spec
+from kvfactory.spec import BackendChoice, Spec
 
 H200 = {"name": "h200", "type": "cuda", "sm": 90, "num_sms": 132}
 
@@ -106,11 +108,53 @@ def test_changes_of_states_and_within_the_device() -> None:
     assert [name for name in found if "budget" in name] == ["memory.budget=40GiB"]
 
 
-def test_without_a_budget_fewer_bytes_are_better() -> None:
+def test_without_a_budget_fewer_bytes_are_better(capsys: pytest.CaptureFixture[str]) -> None:
     spec, found = _explain("qwen3_8b")
     now = plan(spec).bytes
     assert all(trial.num_bytes < now for trial in found.changes)
-    assert found.changes[0].override in ("kv.quant=int4_g128", "kv.quant=mxfp4")
+    best = found.changes[0]
+    assert best.override in ("kv.quant=int4_g128", "kv.quant=mxfp4")
+    assert run(spec, "table") == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith(best.override + " "))
+    assert f" {best.num_bytes / now:.2f}x " in row
+    assert "requests  bytes of now" in out
+    assert out.endswith("without a memory.budget fewer bytes for as many requests are better\n")
+
+
+MIXED = {"quant": {"k": "fp8_e4m3", "v": "fp8_e4m3"}} | {
+    "groups": {"local": {"quant": {"k": "plain"}}}
+}
+
+
+def test_a_format_of_some_groups_is_taken_by_those(capsys: pytest.CaptureFixture[str]) -> None:
+    spec, found = _explain("gpt_oss_120b", kv=MIXED)
+    quants = {trial.override: trial for trial in found.quants}
+    assert [name for name, trial in quants.items() if trial.taken] == ["kv.quant.v=fp8_e4m3"]
+    assert quants["kv.quant.k=plain"].taken_by == ("local",)
+    assert quants["kv.quant.k=fp8_e4m3"].taken_by == ("full",)
+    assert run(spec, "table") == 0
+    assert "kv.quant.k=plain                taken by local  8 req" in capsys.readouterr().out
+
+
+def test_the_oracle_on_a_gpu_is_noted_and_one_format_mends_it() -> None:
+    spec, _ = _explain("gpt_oss_120b", kv=MIXED)
+    assert "group local is served by torch, the oracle: slow" in plan(spec).notes
+    asked = spec.model_copy(update={"backend": BackendChoice(name="flashinfer")})
+    with pytest.raises(CapabilityError, match=r"; try kv\.groups\.local\.quant=plain$"):
+        plan(asked)
+    mended, _ = _explain("gpt_oss_120b", kv=MIXED | {"groups": {"local": {"quant": "plain"}}})
+    laid = plan(mended)
+    assert {group.choice.backend for group in laid.groups if group.choice} == {"flashinfer"}
+    assert not any("oracle" in note for note in laid.notes)
+
+
+def test_one_format_mends_a_recipe_where_it_stands() -> None:
+    ends = {"layers": [1], "quant": {"k": "plain"}}
+    spec, _ = _explain("gpt_oss_120b", kv=MIXED | {"groups": {}, "recipes": {"ends": ends}})
+    asked = spec.model_copy(update={"backend": BackendChoice(name="flashinfer")})
+    with pytest.raises(CapabilityError, match=r"; try kv\.recipes\.ends\.quant=plain$"):
+        plan(asked)
 
 
 def test_rows_that_bind_are_named() -> None:
