@@ -251,8 +251,8 @@ class CachePlan:
     address space of their own.
     ``annexes`` are snapshots and checkpoints of recurrent groups, which no sequence owns.
     ``step_bytes`` apart are the fields of one open step. ``binding`` says in words what limits
-    the number of requests; ``notes`` are what else a reader should know, such as settings that
-    had no effect.
+    the number of requests; ``warnings`` are why the plan may be of no use, ``notes`` what else a
+    reader should know, such as settings that had no effect.
     """
 
     spec: Spec
@@ -269,6 +269,7 @@ class CachePlan:
     notes: tuple[str, ...]
     annexes: tuple[GroupPlan, ...] = ()
     counted_bytes: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from kvfactory.kinds import KINDS
 from kvfactory.planning.grouping import Draft
-from kvfactory.spec import Layouts, Quants, Spec
+from kvfactory.spec import Layouts, Plugin, Quants, Spec
 
 
 def remarks(spec: Spec, drafts: Sequence[Draft]) -> Iterator[str]:
-    """A note for each format and layout that no group takes, and for a workload beyond the model.
+    """A note for each format and layout that no group takes; ``drafts`` are without annexes.
 
-    ``drafts`` are the groups without annexes.
+    Presets name formats for models with and without latents alike. Those of the roles that this
+    model lacks go without saying where its own roles have the same format, or the default.
     """
     yield from _unused("kv", spec.kv.quant, spec.kv.layout, drafts, "the model")
     for name, policy in spec.kv.groups.items():
@@ -27,6 +28,10 @@ def remarks(spec: Spec, drafts: Sequence[Draft]) -> Iterator[str]:
             yield f"{path} is unused: it names no quant"
     if spec.kv.constants is not None and not any(t.constants for d in drafts for t in d.stored):
         yield "kv.constants is unused: no number format of the model takes any"
+
+
+def warnings(spec: Spec) -> Iterator[str]:
+    """That the workload is beyond the model, where it is."""
     most = spec.model.max_context
     if most is not None and spec.workload.tokens > most:
         yield f"workload.tokens={spec.workload.tokens} is beyond model.max_context={most}"
@@ -39,9 +44,14 @@ def _unused(
     roles = {tensor.logical.role for tensor in stored}
     has = "has" if whose != "its layers" else "have"
     lacks = "lacks" if has == "has" else "lack"
+    alike: list[Plugin | None] = [None]
+    if path == "kv":
+        alike += [Plugin(name="plain"), *map(quants.of, roles)]
+    )
     for role in Quants.model_fields:
-        if role != "every" and role not in roles and quants.of(role) is not None:
-            yield f"{path}.quant.{role} is unused: {whose} {has} no {role}"
+        if role == "every" or role in roles or quants.of(role) in alike:
+            continue
+        yield f"{path}.quant.{role} is unused: {whose} {has} no {role}"
     if quants.every is not None and all(tensor.quant != quants.every for tensor in stored):
         yield f"{path}.quant={quants.every.name} is unused: {whose} {lacks} what it fits"
     kept = {KINDS[draft.kind].granularity for draft in drafts}

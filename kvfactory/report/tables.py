@@ -19,6 +19,7 @@ def plan_text(plan: CachePlan) -> str:
     num_layers = plan.spec.model.num_layers
     sections = [
         _headline(plan),
+        "\n".join(f"warning: {warning}" for warning in plan.warnings),
         columns(_group_head(), [_group_cells(group, num_layers) for group in plan.groups]),
         columns(*_tables(plan)),
         columns(*_account(plan)),
@@ -171,7 +172,7 @@ def _count(num_bytes: int) -> str:
 def _reasons(plan: CachePlan) -> Iterator[str]:
     """Why backends of higher rank were passed over, once per reason."""
     said = (
-        f"{problem.path}: got {problem.got}, need {problem.need}"
+        f"passed over: {problem.path}: got {problem.got}, need {problem.need}"
         for group in plan.groups
         if group.choice
         for _, problems in group.choice.passed_over

@@ -67,13 +67,25 @@ def _solve_budget(
         fits = largest(1, lambda n: count(sizes_for(n, keys, spec)), budget, rows)
         sizes = sizes_for(fits, keys, spec)
         order = _by_need(tables, spec, count, sizes)
-        hungriest = next(table.name for table in tables if table.key == order[0])
-        binding = f"the budget; table {hungriest} takes most of a further request"
-        if fits == rows:
-            binding = f"engine.max_requests={rows}"
+        hungriest = next(table for table in tables if table.key == order[0])
+        binding = f"engine.max_requests={rows}"
+        if fits < rows:
+            binding = f"the budget: {_further(hungriest, sizes, spec, budget, count)}"
     comfort = {key: comfortable_pages(key, sizes.limits.admitted, spec) for key in keys}
     free = [key for key in order if key not in shared]
     return fill(sizes, free, comfort, budget, count), binding
+
+
+def _further(hungriest: TableDraft, sizes: Sizes, spec: Spec, budget: int, count: ByteCount) -> str:
+    """What one more request would take, and what is left once all others have theirs."""
+    key, more = hungriest.key, sizes_for(sizes.limits.admitted + 1, sizes.pages, spec)
+    number = more.pages[key] - sizes.pages[key]
+    unit = "state slot" if key.lifetime.name == "state" else "page"
+    taken, wanted = count(sizes), count(more)
+    return (
+        f"a further request needs {number:,} {unit}{'s' * (number != 1)} of table"
+        f" {hungriest.name}, {wanted - taken:,} B in all; {budget - taken:,} B are left"
+    )
 
 
 def fill(

@@ -73,11 +73,20 @@ def test_what_is_used_is_not(kv: dict[str, Any]) -> None:
     assert _notes(kv) == []
 
 
-def test_a_workload_beyond_the_model_is_noted() -> None:
+def test_a_workload_beyond_the_model_is_warned_of() -> None:
     model = MODEL | {"max_context": 100}
-    assert _notes({}, model, workload={"tokens": 100}) == []
-    assert _notes({}, model, workload={"tokens": 101}) == [
-        "workload.tokens=101 is beyond model.max_context=100"
+    assert plan(spec_of(model, workload={"tokens": 100})).warnings == ()
+    assert plan(spec_of(model, workload={"tokens": 101})).warnings == (
+        "workload.tokens=101 is beyond model.max_context=100",
+    )
+
+
+def test_what_presets_say_of_other_models_is_not_noted() -> None:
+    """A preset names K and V and latents in one breath; one for latents alone is a mistake here."""
+    alike = {"k": "fp8_e4m3", "v": "fp8_e4m3", "latent": "fp8_e4m3", "rope": "plain"}
+    assert _notes({"quant": alike}) == []
+    assert _notes({"quant": alike | {"k": "plain", "v": "plain"}}) == [
+        "kv.quant.latent is unused: the model has no latent"
     ]
 
 

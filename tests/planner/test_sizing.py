@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from planner_support import CONF, read_yaml, spec_of
 from kvfactory.errors import PlanError
 from kvfactory.planner import plan
 from kvfactory.planning.cacheplan import CachePlan
+from kvfactory.report.tables import plan_text
 
 MODELS = ("qwen3", "gemma3_27b", "gpt_oss_120b", "deepseek_v3", "mimo_v2_flash", "llama4_scout")
 KV = {
@@ -81,6 +83,23 @@ def test_rows_cap_the_requests(gemma: dict[str, Any]) -> None:
     assert laid.binding == "engine.max_requests=3"
 
 
+def test_a_budget_says_what_one_more_request_lacks(gemma: dict[str, Any]) -> None:
+    def admitted(num_bytes: int) -> int:
+        memory = {"memory": {"budget": num_bytes}}
+        return plan(spec_of(gemma, **(_parts("bf16", 16, None) | memory))).limits.admitted
+
+    laid = plan(spec_of(gemma, **_parts("bf16", 16, "80GiB")))
+    told = r"the budget: .* needs 512 pages of table full, (.*) B in all; (.*) B are left"
+    found = re.fullmatch(told, laid.binding)
+    assert found, laid.binding
+    needed, left = (int(text.replace(",", "")) for text in found.groups())
+    taken = 80 * 2**30 - left  # by those admitted, to the byte
+    assert admitted(taken) == laid.limits.admitted
+    assert admitted(taken - 1) == laid.limits.admitted - 1
+    assert admitted(taken + needed - 1) == laid.limits.admitted
+    assert admitted(taken + needed) == laid.limits.admitted + 1
+
+
 def test_budget_below_the_floor_names_it(gemma: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as caught:
         plan(spec_of(gemma, **_parts("bf16", 16, "1GiB")))
@@ -133,7 +152,8 @@ def test_a_plan_that_is_larger_than_its_device_says_so() -> None:
     told = "the plan is larger than its device"
     for tokens, larger in ((16, False), (2**20, True)):
         laid = plan(spec_of(SMALL, device=device, workload={"tokens": tokens}))
-        assert any(told in note for note in laid.notes) is larger
+        assert any(told in warning for warning in laid.warnings) is larger
+        assert (f"warning: {told}" in plan_text(laid).split("\n\n")[1]) is larger
         meta = {"name": "meta"}
         laid = plan(spec_of(SMALL, device=device, workload={"tokens": tokens}, memory=meta))
-        assert not any(told in note for note in laid.notes)
+        assert laid.warnings == ()
