@@ -47,7 +47,6 @@ def _unused(
     alike: list[Plugin | None] = [None]
     if path == "kv":
         alike += [Plugin(name="plain"), *map(quants.of, roles)]
-    )
     for role in Quants.model_fields:
         if role == "every" or role in roles or quants.of(role) in alike:
             continue
