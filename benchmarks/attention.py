@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.attention_scene import DIM, KV_HEADS, PAGE, Q_HEADS, Scene
 from benchmarks.by_hand import HandDecode, hand_prefill, hand_xqa
-from benchmarks.timing import Timed, per_step_us, race
+from benchmarks.timing import Timed, need_gpu, per_step_us, race
 from kvfactory.cache.graphs import Graph
 
 SHAPES = [(64, 4096), (8, 32768), (256, 1024)]
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    need_gpu()
     rows: list[Row] = []
     for name in chosen.only:
         for row in SECTIONS[name]():

@@ -1,7 +1,7 @@
 """What a step costs the host: ``python -m benchmarks.host [MODEL ...]``, on a GPU.
 
-Decode steps of 1, 64 and 256 requests; median and 99th percentile in microseconds of each call,
-while the device runs behind:
+Decode steps of 1, 64 and 256 requests; a table of the median and the 99th percentile of each call,
+in microseconds, while the device runs behind:
 
 - ``eager``: extend, a layer's write, commit. ``backend=torch`` plans nothing.
 - ``graph``: extend, fill, commit of steps that only feed a graph; fill holds their host plans.
@@ -13,10 +13,9 @@ Without a GPU it runs small batches on the CPU, to see that it runs.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,14 @@ import torch
 
 import kvfactory
 from kvfactory.cache import Cache
+from kvfactory.report.tables import columns
 
 CARD = torch.cuda.is_available()
 BATCHES = (1, 64, 256) if CARD else (1, 4)
 STEPS, DROPPED, PROMPT, DRAFTS = 400 if CARD else 60, 20, 200, 3
 MODELS = {"qwen3": "kv=fp8_hnd", "gemma3_27b": "kv=fp8_hnd", "deepseek_v3": "kv=bf16_nhd"}
-Times = list[float]
+Times = dict[str, float]
+Row = tuple[str, ...]
 Loop = Callable[[Cache, list[Any]], Callable[[], Times]]
 
 
@@ -49,7 +50,7 @@ def eager(cache: Cache, sequences: list[Any]) -> Callable[[], Times]:
     def one() -> Times:
         step, extend = clocked(cache.extend, sequences, 1)
         _, write = clocked(cache.write, group.layers[0], step, k=k, v=v)
-        return [extend, write, clocked(cache.commit, step)[1]]
+        return {"extend": extend, "write": write, "commit": clocked(cache.commit, step)[1]}
 
     return one
 
@@ -61,7 +62,7 @@ def graph(cache: Cache, sequences: list[Any]) -> Callable[[], Times]:
     def one() -> Times:
         step, extend = clocked(cache.extend, sequences, 1)
         _, fill = clocked(cache.fill, fixed, step)
-        return [extend, fill, clocked(cache.commit, step)[1]]
+        return {"extend": extend, "fill": fill, "commit": clocked(cache.commit, step)[1]}
 
     return one
 
@@ -76,36 +77,33 @@ def drafts(cache: Cache, sequences: list[Any]) -> Callable[[], Times]:
         _, commit = clocked(cache.commit, last.pop(), kept)
         last.append(step)
         torch.cuda.synchronize() if CARD else None  # the counts land, as they would meanwhile
-        return [extend, commit]
+        return {"extend": extend, "commit": commit}
 
     return one
 
 
-def measure(model: str, preset: str) -> dict[str, object]:
-    """Build seconds, and per loop and batch the calls' [median, p99]."""
-    found: dict[str, object] = {}
+def measure(model: str, preset: str) -> Iterator[Row]:
+    """Rows of the table: loop, requests, call, and its median and p99 in microseconds."""
     for loop, backend in ((eager, "torch"), (graph, "flashinfer"), (drafts, "torch")):
         drafted = DRAFTS * (loop is drafts)
-        found |= _batches(loop, _cache(model, preset, backend if CARD else "torch", drafted))
+        yield from _batches(loop, _cache(model, preset, backend if CARD else "torch", drafted))
         gc.collect()
         torch.cuda.empty_cache()
-    return found
 
 
-def _batches(loop: Loop, cache: Cache) -> dict[str, object]:
-    found: dict[str, object] = {}
+def _batches(loop: Loop, cache: Cache) -> Iterator[Row]:
     for batch in BATCHES:
         sequences = cache.open(batch)
         for start in range(0, batch, 8):
             cache.commit(cache.extend(sequences[start : start + 8], PROMPT))
         one = loop(cache, sequences)
-        spans = np.array([one() for _ in range(STEPS)][DROPPED:])
+        times = [one() for _ in range(STEPS)][DROPPED:]
         if CARD:
             torch.cuda.synchronize()
-        parts = np.quantile(spans, [0.5, 0.99], axis=0).T.round(1)
-        found[f"{loop.__name__} {batch}"] = parts.tolist()
+        for call in times[0]:
+            median, p99 = np.quantile([each[call] for each in times], [0.5, 0.99])
+            yield loop.__name__, f"{batch}", call, f"{median:.1f}", f"{p99:.1f}"
         cache.reset()
-    return found
 
 
 def _cache(model: str, preset: str, backend: str, draft_tokens: int) -> Cache:
@@ -121,4 +119,5 @@ def _cache(model: str, preset: str, backend: str, draft_tokens: int) -> Cache:
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or MODELS:
-        print(name, json.dumps(measure(name, MODELS.get(name, "kv=fp8_hnd"))), flush=True)
+        head = (name, "requests", "call", "median us", "p99 us")
+        print(columns(head, list(measure(name, MODELS.get(name, "kv=fp8_hnd")))), flush=True)

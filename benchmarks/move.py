@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.move_scene import Entries, Scene, copies, entries, rows
-from benchmarks.timing import Call, Timed, host_us, race
+from benchmarks.timing import Call, Timed, host_us, need_gpu, race
 from kvfactory.quant import SCHEMES
 
 STORE_LAYOUTS = ("nhd", "hnd", "paged_kv", "page_major", "token_major", "record")
@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     chosen = parser.parse_args()
+    need_gpu()
     found = {"device": torch.cuda.get_device_name()}
     found |= {name: PARTS[name]() for name in chosen.only}
     if chosen.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ class Timed:
     us: float
     low: float
     high: float
+
+
+def need_gpu() -> None:
+    """End with exit code 2 where there is nothing to measure on."""
+    if not torch.cuda.is_available():
+        print("device: got no CUDA device here, need one to measure on", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def graphed(calls: Sequence[Call], repeat: int) -> torch.cuda.CUDAGraph:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,11 +34,20 @@ def test_command(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example(example: str) -> None:
+def test_example(example: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, check=False
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+@pytest.mark.parametrize("name", ["attention", "move"])
+def test_a_benchmark_without_a_gpu_says_so_in_one_line(name: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "device: got no CUDA device here, need one to measure on\n"
 
 
 def test_two_setup_commands_begin_from_nothing() -> None:

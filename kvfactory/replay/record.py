@@ -55,6 +55,8 @@ class Times:
 class Outcome:
     """A whole replay. Tokens are counted where they were computed: prefix hits are apart.
 
+    ``segments_held`` are prefixes that were kept for later prompts, ``segments_released`` those
+    of them that were given up because somebody needed their pages.
     ``leaked`` names what did not come back, by path; empty where the books balance.
     """
 
@@ -80,12 +82,12 @@ class Outcome:
     leaked: Mapping[str, int]
 
     @property
-    def tokens_per_s(self) -> float:
+    def books_tokens_per_s(self) -> float:
         """Tokens that the books can serve a second, if nothing else took time."""
         return (self.prompt_tokens + self.generated_tokens) / max(self.books_s, 1e-9)
 
     @property
-    def requests_per_s(self) -> float:
+    def books_requests_per_s(self) -> float:
         """Requests that the books can serve a second, if nothing else took time."""
         return self.finished / max(self.books_s, 1e-9)
 

@@ -194,6 +194,13 @@ def test_replay_in_words(tmp_path: Path, cli: Callable[..., tuple[int, str, str]
     assert "refused: 1, prompt beyond model.max_context=3000" in out
     assert "pages released by windows: " in out
     assert "balanced at the end" in out
+    heads = [line for line in out.splitlines() if line.startswith(("books us/step", "tokens pref"))]
+    assert not any("tokens/s" in head for head in heads)  # the host's rate is no throughput
+    assert "the books alone could serve " in out
+    legend = out.partition("pages released by windows")[2]
+    for word in ("books us/step", "prefixes kept", "given up", "growth"):
+        assert word in "".join(heads)
+        assert word in legend
 
 
 def test_replay_for_machines(tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
@@ -205,6 +212,8 @@ def test_replay_for_machines(tmp_path: Path, cli: Callable[..., tuple[int, str, 
     assert found["prefix_hit_tokens"] == 512
     assert found["plan"]["tokens"] == 1031
     assert found["times"]["median_us"] > 0
+    tokens = found["prompt_tokens"] + found["generated_tokens"]
+    assert found["books_tokens_per_s"] * found["books_s"] == pytest.approx(tokens)
 
 
 def test_books_that_do_not_balance_fail(
