@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from kvfactory.actions import Outcome
 from kvfactory.composer import Composed, Request, hydra_errors, load, read, version_base
 from kvfactory.config.devices import ask_driver, ask_torch
+from kvfactory.config.overrides import ACTIONS
 from kvfactory.errors import (
     BuildError,
     KVFactoryError,
@@ -45,13 +46,6 @@ if TYPE_CHECKING:
 OK, FAILED, BAD_INPUT, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT_LOST = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-ACTIONS = {
-    "run": "build, decode and verify",
-    "plan": "every byte, before anything is allocated",
-    "list": "models, presets and plugins, with their origin",
-    "explain": "why each backend, layout and format was taken or refused",
-    "replay": "a trace of requests against the plan",
-}
 OUTPUTS = ("table", "json")
 
 
@@ -110,6 +104,8 @@ def _act(composed: Composed, title: str = "") -> Outcome:
     """Run the action, under a title if it prints a table; most return an exit code alone."""
     if title and composed.output == "table":
         print(title)
+    if composed.spec.workload.trace is not None and composed.action != "replay":
+        print("note: workload.trace is unused: action=replay reads it", file=sys.stderr)
     module = importlib.import_module(f"kvfactory.actions.{composed.action}")
     result = module.run(composed.spec, composed.output)
     return result if isinstance(result, Outcome) else Outcome(int(result))
@@ -118,7 +114,7 @@ def _act(composed: Composed, title: str = "") -> Outcome:
 def _check(composed: Composed) -> None:
     problems = []
     for key, got, known in (
-        ("action", composed.action, tuple(ACTIONS)),
+        ("action", composed.action, ACTIONS),
         ("output", composed.output, OUTPUTS),
     ):
         if got not in known:

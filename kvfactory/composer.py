@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 from kvfactory.config.confdirs import ConfDir, conf_dirs
 from kvfactory.config.devices import ask_driver, resolve
-from kvfactory.config.overrides import Override, private_keys, refusals
+from kvfactory.config.overrides import Override, private_keys, quoted, refusals
 from kvfactory.errors import Problem, SpecError
 from kvfactory.spec import Spec
 
@@ -215,8 +216,11 @@ def _problem(error: Exception, request: Request) -> Problem:
     if said.startswith("Ambiguous value"):
         need = "one value, or -m to sweep over several"
         return Problem(override.key, str(override.value), need, f"-m {override}")
-    got = f"{override}, which Hydra refuses: {said.split(' See http')[0]}"
-    return Problem(override.key, got, "an override in Hydra's grammar, with odd values in quotes")
+    told = said.split(" See http")[0].removeprefix("LexerNoViableAltException: ")
+    got = f"{override}, which Hydra refuses: {told}"
+    need = "an override in Hydra's grammar, with odd values in quotes"
+    plain = override.value and not re.search(r"[]'\"[{}()\\]", override.value)
+    return Problem(override.key, got, need, quoted(str(override)) if plain else "")
 
 
 def _parse_error(error: Exception) -> Override | None:

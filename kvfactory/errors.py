@@ -65,14 +65,18 @@ class BooksError(KVFactoryError):
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """The closest of ``known`` to ``got``, ties by common beginning; empty if none is close."""
+    """The closest of ``known`` to ``got``; empty if none is close.
 
-    def closeness(name: str) -> tuple[float, int]:
+    Names that begin with all of ``got`` come first; ties go by common beginning.
+    """
+
+    def closeness(name: str) -> tuple[bool, float, int]:
         alike = difflib.SequenceMatcher(None, name, got).ratio()
-        return alike, _common(name, got)
+        return len(got) > 2 and name.startswith(got), alike, _common(name, got)
 
     best = max(known, key=closeness, default="")
-    return best if closeness(best)[0] >= 0.5 else ""
+    begins, alike, _ = closeness(best)
+    return best if begins or alike >= 0.5 else ""
 
 
 def _common(a: str, b: str) -> int:

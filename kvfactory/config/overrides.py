@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from kvfactory.errors import Problem, did_you_mean
 from kvfactory.spec import Spec
 
 _SECTIONS = tuple(Spec.model_fields)
+ACTIONS = ("run", "plan", "list", "explain", "replay")
 _SETTINGS = ("action", "output", "engine", "hydra")
 _CHOICE = re.compile(r"[\w-]+(,[\w-]+)*")
 _OPTIONAL = "experiment"
+_MOST_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,7 @@ def _one(override: Override, options: Mapping[str, Sequence[str]]) -> Iterator[P
     group = root.partition("@")[0]
     known = sorted({*_SECTIONS, *_SETTINGS, *options})
     if override.value is None and override.prefix != "~":
-        need = "key=value"
-        fix = did_you_mean(override.key, known)
-        yield Problem(str(override), "no value", need, f"{fix}=..." if fix else "")
+        yield Problem(str(override), "no value", "key=value", _keyed(override.key, known, options))
     elif any(part.startswith("_") for part in override.key.split(".")):
         yield _private(override.key)
     elif "/" not in group and group not in known:
@@ -101,9 +102,22 @@ def _one(override: Override, options: Mapping[str, Sequence[str]]) -> Iterator[P
         yield from _choices(override, options[override.key])
 
 
+def _keyed(word: str, known: Sequence[str], options: Mapping[str, Sequence[str]]) -> str:
+    """The override that a word alone may have been meant for."""
+    if word in ACTIONS:
+        return f"action={word}"
+    group = next((group for group, names in options.items() if word in names), "")
+    close = did_you_mean(word, known)
+    return f"{group}={word}" if group else f"{close}=..." if close else ""
+
+
 def _choices(override: Override, known: Sequence[str]) -> Iterator[Problem]:
     value = override.value or ""
     may_be_null = override.key == _OPTIONAL or "null" in known
+    if override.key == "model" and (value.endswith(".json") or value.startswith(("/", ".", "~"))):
+        fix = f"model=hf {quoted(f'model.path={value}')}"
+        yield Problem("model", repr(value), "the name of a choice: hf reads files", fix)
+        return
     if not _CHOICE.fullmatch(value):
         if value.startswith(("{", "[")) or not value:
             need = f"the name of a choice: one of {', '.join(known)}"
@@ -113,7 +127,22 @@ def _choices(override: Override, known: Sequence[str]) -> Iterator[Problem]:
         if name not in known and not (name == "null" and may_be_null):
             close = did_you_mean(name, known)
             fix = f"{override.key}={close}" if close else ""
-            yield Problem(override.key, repr(name), f"one of {', '.join(known)}", fix)
+            yield Problem(override.key, repr(name), f"one of {_some(known, name)}", fix)
+
+
+def _some(known: Sequence[str], name: str) -> str:
+    """All choices where they are few, else those closest to ``name``."""
+    if len(known) <= _MOST_SHOWN:
+        return ", ".join(known)
+    close = get_close_matches(name, known, n=_MOST_SHOWN, cutoff=0.4) or known[:_MOST_SHOWN]
+    return f"{len(known)} choices, such as {', '.join(close)} (--help lists them all)"
+
+
+def quoted(override: str) -> str:
+    """``override`` for a shell, with its value in the quotes that Hydra's grammar needs."""
+    key, _, value = override.partition("=")
+    odd = re.search(r"[^\w./:+-]", value)
+    return f"'{key}=\"{value}\"'" if odd else override
 
 
 def _private(path: str) -> Problem:

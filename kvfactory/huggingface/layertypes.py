@@ -18,6 +18,8 @@ _OLD_NAMES = {
     "qwen_sparse_attention": INDEXED,
 }
 
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+
 TypesRule = Callable[[Fields, int], Sequence[str]]
 """The layer types of a config of so many layers that does not list them."""
 
@@ -52,9 +54,11 @@ def per_layer(config: Fields, key: str, values: Sequence[str], layers: int) -> S
     if len(values) == layers + drafts:
         return values[:layers]
     if len(values) != layers:
-        count = next((k for k in ("num_hidden_layers", "num_layers") if config.has(k)), key)
-        got = f"{len(values)} entries against {count}={layers}"
-        config.wrong(key, "one entry a layer", got)
+        blamed = {problem.path for problem in config.ledger.problems}
+        if not any(config.path(count) in blamed for count in _COUNTS):
+            count = next((count for count in _COUNTS if config.has(count)), key)
+            got = f"{len(values)} entries against {count}={layers}"
+            config.wrong(key, "one entry a layer", got)
     return [*values, *[FULL] * layers][:layers]
 
 

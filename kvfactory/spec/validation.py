@@ -35,7 +35,23 @@ def _problem(found: Any, model: type[BaseModel], prefix: str) -> Problem:
         if named[-1] == "name" and "options" in found["input"]:  # options over a name alone
             fix += f", or {path.rpartition('.')[0]}='{{name: ..., options: {{...}}}}'"
         return Problem(path, "nothing", "a value: the key is mandatory", fix)
-    return Problem(path or "spec", _show(found["input"]), _need(found["msg"]))
+    fix = _in_units(found["input"], found["type"])
+    return Problem(
+        path or "spec", _show(found["input"]), _need(found["msg"]), f"{path}={fix}" if fix else ""
+    )
+
+
+def _in_units(value: object, kind: str) -> str:
+    """``80GB`` as a number of bytes is written, ``32k`` as a count; empty for anything else."""
+    found = re.fullmatch(r"([0-9]{1,6})(\.[0-9]+)? ?([kKmMgGtT])(i?[bB])?", str(value))
+    if not found:
+        return ""
+    number, fraction, unit, is_bytes = found.groups()
+    if kind == "value_error":  # of bytes: integers are parsed by pydantic
+        return f"{number}{fraction or ''}{unit.upper()}iB"
+    if kind != "int_type" or fraction or is_bytes:
+        return ""
+    return str(int(number) * 1024 ** (" kmgt".index(unit.lower())))
 
 
 def _need(said: str) -> str:

@@ -11,7 +11,7 @@ from bad_input import Bad
 
 CASES = [
     # names of choices and keys
-    Bad("kv=fp8_hdn", "kv", "'fp8_hdn'", "bf16_nhd", "kv=fp8_"),
+    Bad("kv=fp8_hdn", "kv", "'fp8_hdn'", "31 choices, such as fp8_nhd", "kv=fp8_hnd"),
     Bad("model=qwen33", "model", "'qwen33'", "qwen3_8b", "model=qwen3"),
     Bad("memory=pined", "memory", "'pined'", "pinned", "memory=pinned"),
     Bad("device=h201", "device", "'h201'", "h200", "device=h20"),
@@ -24,7 +24,11 @@ CASES = [
     Bad("+experiment=grid", "experiment", "+experiment=grid", "without +", "experiment=grid"),
     Bad("modle=qwen3", "modle", "an unknown key", "model", "model=qwen3"),
     Bad("pages=3", "pages", "an unknown key", "workload"),
-    Bad("qwen3", "qwen3", "no value", "key=value"),
+    Bad("qwen3", "qwen3", "no value", "key=value", "model=qwen3"),
+    Bad("plan", "plan", "no value", "key=value", "action=plan"),
+    Bad("model=x/c.json", "model", "x/c.json", "hf reads", "model=hf model.path=x/c.json"),
+    Bad("model=~/x", "model", "'~/x'", "hf reads files", "model=hf 'model.path=\"~/x\"'"),
+    Bad("model=hf model.path=~/x", "model.path", "~/x", "in quotes", "'model.path=\"~/x\"'"),
     Bad("model.foo", "model.foo", "no value", "key=value"),
     Bad("action=paln", "action", "'paln'", "run, plan", "action=plan"),
     Bad("output=jsn", "output", "'jsn'", "table, json", "output=json"),
@@ -63,8 +67,9 @@ CASES = [
         "kv.page_tokens", "16,32", "-m to sweep", "-m kv.page_tokens=16,32",
     ),
     Bad("kv.align_bytes=24", "kv", "24", "a power of two"),
-    Bad("memory.budget=64GB", "memory.budget", "'64GB'", "GiB"),
-    Bad("memory.budget=64g", "memory.budget", "'64g'", "GiB"),
+    Bad("memory.budget=64GB", "memory.budget", "'64GB'", "GiB", "memory.budget=64GiB"),
+    Bad("memory.budget=1.5g", "memory.budget", "'1.5g'", "GiB", "memory.budget=1.5GiB"),
+    Bad("workload.tokens=32k", "workload.tokens", "'32k'", "integer", "workload.tokens=32768"),
     Bad("memory.budget=lots", "memory.budget", "'lots'", "GiB"),
     Bad("backend.deterministic=on", "backend.deterministic", "'on'", "a valid boolean"),
     Bad("backend.accuracy=best", "backend.accuracy", "'best'", "'exact' or 'fast'"),
@@ -86,6 +91,7 @@ CASES = [
     # what only a whole configuration shows
     Bad("kv.quant=plain kv.quant.k=nvfp4", "kv.quant.k", "together", "not both", "leaving out"),
     Bad("kv.quant.k=nvfp5", "kv.quant.k", "'nvfp5'", "nvfp4", "kv.quant.k=nvfp4"),
+    Bad("kv.quant=fp8", "kv.quant", "'fp8'", "fp8_e4m3", "kv.quant=fp8_e4m3"),
     Bad("kv.layout=hndd", "kv.layout.tokens", "'hndd'", "nhd", "hnd"),
     Bad(
         "kv.quant.k={name: fp8_e4m3, options: {scal: head}}",
@@ -116,7 +122,7 @@ CASES = [
     Bad("kv.quant.k={_target_: os.system}", "kv.quant.k._target_", "an underscore", "runs no code"),
     Bad("hydra.launcher._target_=os.system", "hydra.launcher._target_", "an underscore", "no code"),
     # a sweep that cannot start
-    Bad("-m kv=fp8_hnd,fp8_hdn", "kv", "'fp8_hdn'", "bf16_nhd", "kv=fp8_"),
+    Bad("-m kv=fp8_hnd,fp8_hdn", "kv", "'fp8_hdn'", "31 choices", "kv=fp8_hnd"),
     Bad("-m kv.page_tokens=[1", "kv.page_tokens", "[1", "grammar"),
 ]  # fmt: skip
 

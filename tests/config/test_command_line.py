@@ -125,6 +125,13 @@ def test_plan_as_table_and_as_json(cli: Cli) -> None:
     assert (done.err, done.files) == ("", ())
 
 
+def test_a_trace_that_is_not_read_is_told(cli: Cli) -> None:
+    done = cli("action=plan", "device=cpu", "workload.trace=/nope.csv")
+    assert (done.code, done.err) == (
+        0, "note: workload.trace is unused: action=replay reads it\n",
+    )  # fmt: skip
+
+
 def test_list_names_choices_and_plugins(cli: Cli) -> None:
     done = cli("action=list", "output=json")
     entries = {entry["use"]: entry for entry in json.loads(done.out)}

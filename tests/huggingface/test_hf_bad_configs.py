@@ -224,6 +224,12 @@ def test_a_wrong_number_is_blamed_once_and_not_for_what_follows(refuse: Any) -> 
     assert problem.got == "-8"
 
 
+@pytest.mark.parametrize("layers", [GONE, "4"])
+def test_a_list_of_layers_is_not_blamed_for_a_number_of_layers(refuse: Any, layers: Any) -> None:
+    (problem,) = refuse(without(num_hidden_layers=layers, layer_types=["full_attention"] * 4))
+    assert problem.path == "model.path: num_hidden_layers"
+
+
 def test_an_unknown_type_close_to_a_known_one_is_suggested(refuse: Any) -> None:
     (problem,) = refuse(without(model_type="lama", hidden_size=GONE))
     assert problem.fix == "model_type=llama"
