@@ -172,6 +172,8 @@ def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: R
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
+    from kvfactory.config.helptext import help_text
+
     primary, overrides = str(request.dirs[0].path), request.for_hydra()
     with (
         hydra_errors(request),
@@ -180,7 +182,7 @@ def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: R
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         if args.help:
-            hydra.app_help("config", parser, args)
+            print(help_text(hydra, overrides, request.options))
         elif args.hydra_help:
             hydra.hydra_help("config", parser, args)
         elif args.cfg:

@@ -34,10 +34,14 @@ class Composed:
 
 @dataclass(frozen=True)
 class Request:
-    """Overrides that were checked on sight, and the folders that they choose from."""
+    """Overrides that were checked on sight, the folders that they choose from, and the choices.
+
+    ``options`` are the names of the files of each config group, in all folders.
+    """
 
     overrides: tuple[Override, ...]
     dirs: tuple[ConfDir, ...]
+    options: Mapping[str, tuple[str, ...]]
 
     def for_hydra(self, values: bool = True) -> list[str]:
         """The overrides as Hydra must get them, and the folders of others.
@@ -121,7 +125,7 @@ def read(overrides: Sequence[str], conf: Path | None = None) -> Request:
     problems = refusals(parsed, options)
     if problems:
         raise SpecError(*problems)
-    return Request(tuple(each for each in parsed if each.key != _SEARCHPATH), dirs)
+    return Request(tuple(each for each in parsed if each.key != _SEARCHPATH), dirs, options)
 
 
 def _paths(override: Override) -> list[str]:

@@ -78,7 +78,11 @@ def test_third_party_plugins_are_swept(installed: Path, tmp_path: Path) -> None:
 def test_third_party_plugins_are_listed_with_their_origin(installed: Path) -> None:
     done = _run(installed, "action=list", "output=json")
     assert done.returncode == 0, done.stderr
-    assert "acme-kv" in done.stdout
+    entries = {entry["use"]: entry for entry in json.loads(done.stdout)}
+    for use in ("kv=acme_sign", "kv.quant.ROLE=acme_sign", "backend.name=acme_mean"):
+        assert entries[use]["origin"] == "acme-kv"
+        assert entries[use]["what"]
+    assert "acme_sign" in _run(installed, "--help").stdout
 
 
 def test_no_plugin_takes_more_than_25_lines() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from kvfactory.backends import BACKENDS
 from kvfactory.config.confdirs import conf_dirs
 from kvfactory.layouts import LAYOUTS, Layout
+from kvfactory.layouts.pattern import REST
 from kvfactory.memory import MEMORIES
 from kvfactory.quant import SCHEMES, Scheme
 from kvfactory.registry import BUILT_IN, Registry
@@ -39,10 +40,28 @@ def _choices() -> Iterator[tuple[str, str, str]]:
 
 
 def _summary(option: Path) -> str:
-    """The first comment of a YAML file."""
+    """The first comment of a YAML file, else the keys that it sets."""
     lines = option.with_suffix(".yaml").read_text(encoding="utf-8").splitlines()
     comments = [line[1:].strip() for line in lines if line.startswith("#")]
-    return next((text for text in comments if not text.startswith("@package")), "")
+    keys = [line.partition(":")[0] for line in lines if line[:1].isalpha()]
+    said = (text for text in comments if text and not text.startswith("@package"))
+    return next(said, f"sets {', '.join(keys)}")
+
+
+def _key(name: str, registry: Registry[Any]) -> str:
+    """The key that takes the plugin; what a third party's fits is known only once it is loaded."""
+    if registry is LAYOUTS:
+        is_state = _is_builtin(name, registry) and REST in LAYOUTS.get(name, registry.axis).k
+        return f"kv.layout.{'state' if is_state else 'tokens'}"
+    if registry is SCHEMES:
+        if not _is_builtin(name, registry):
+            return "kv.quant.ROLE"
+        return f"kv.quant.{'k' if 'k' in SCHEMES.get(name, registry.axis).roles else 'state'}"
+    return f"{registry.axis}.name"
+
+
+def _is_builtin(name: str, registry: Registry[Any]) -> bool:
+    return registry.origin(name) == BUILT_IN
 
 
 def _said(name: str, registry: Registry[Any]) -> str:
@@ -59,5 +78,6 @@ def _plugins() -> Iterator[tuple[str, str, str]]:
     """Third-party plugins by name alone: listing loads none of them."""
     for registry in _REGISTRIES:
         for name in registry.names():
-            said = _said(name, registry) if registry.origin(name) == BUILT_IN else ""
-            yield name, f"{registry.axis} plugin{said}", registry.origin(name)
+            said = _said(name, registry) if _is_builtin(name, registry) else ""
+            use = f"{_key(name, registry)}={name}"
+            yield use, f"{registry.axis} plugin{said}", registry.origin(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 import types
@@ -135,8 +136,13 @@ def test_a_trace_that_is_not_read_is_told(cli: Cli) -> None:
 def test_list_names_choices_and_plugins(cli: Cli) -> None:
     done = cli("action=list", "output=json")
     entries = {entry["use"]: entry for entry in json.loads(done.out)}
-    for use in ("model=qwen3_8b", "kv=fp8_hnd", "device=h200", "nhd", "nvfp4", "torch", "cpu"):
+    for use in ("model=qwen3_8b", "kv=fp8_hnd", "device=h200", "kv.layout.tokens=nhd"):
         assert entries[use]["origin"] == "built-in"
+    for use in ("kv.layout.state=slot_major", "kv.quant.k=nvfp4", "kv.quant.state=state_int8"):
+        assert "plugin: " in entries[use]["what"]
+    for use, entry in entries.items():
+        assert re.fullmatch(r"[a-z_.]+=\w+", use)
+        assert entry["what"]
     assert cli("action=list").out.splitlines()[0].split() == ["use", "what", "origin"]
 
 
@@ -149,6 +155,19 @@ def test_help_lists_every_group(cli: Cli) -> None:
     for word in ("fp8_hnd", "qwen3_8b", "h200", "prefill_chunk_tokens", "-m experiment=grid"):
         assert word in done.out
     assert done.files == ()
+
+
+def test_help_lists_choices_of_a_folder_and_words_of_keys(cli: Cli, acme: Any) -> None:
+    root = acme({"kv/acme_small.yaml": "page_tokens: 8\n"})
+    done = cli("--help", "kv=acme_small", "--config-dir", str(root))
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    (kv,) = (line for line in lines if line.startswith("kv: "))
+    assert {"acme_small", "fp8_hnd"} <= set(kv.removeprefix("kv: ").split(", "))
+    assert "  page_tokens: 8" in lines
+    assert "engine.state_tracking: none, one, two, lazy" in lines
+    assert "backend.accuracy: exact, fast" in lines
+    assert "$" not in done.out.replace("${", "")
 
 
 def test_cfg_shows_the_composed_configuration(cli: Cli) -> None:
