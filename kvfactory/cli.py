@@ -172,6 +172,7 @@ def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: R
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
+    from kvfactory.config.guard import GuardedLoader
     from kvfactory.config.helptext import help_text
 
     primary, overrides = str(request.dirs[0].path), request.for_hydra()
@@ -181,6 +182,7 @@ def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: R
     ):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
+        hydra.config_loader = GuardedLoader(hydra.config_loader.get_search_path())
         if args.help:
             print(help_text(hydra, overrides, request.options))
         elif args.hydra_help:

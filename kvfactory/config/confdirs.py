@@ -1,9 +1,7 @@
 """Folders of YAML: ours, those of installed packages and those named on the command line.
 
-Ours come first, so others add names and never replace one. Foreign files are scanned as tokens
-before any YAML loader sees them: aliases can expand without end, keys that begin with an
-underscore ask Hydra to import and call code, and YAML 1.1 reads ``off``, ``010`` and ``1:30`` as
-false, 8 and 90.
+Ours come first, so others add names and never replace one. Every foreign file is looked through
+before Hydra sees it, chosen or not; see ``foreign``.
 """
 
 from __future__ import annotations
@@ -15,14 +13,13 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from kvfactory.config.foreign import unsafe_yaml
 from kvfactory.errors import Problem, SpecError
 
 ENTRY_POINTS = "kvfactory.conf"
 _SEARCHPATH = "hydra.searchpath"
 _MOST_FILES = 2_000
-_MISREAD = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9]+(:[0-9]+)+|(?i:y|n|yes|no|on|off)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,8 @@ class ConfDir:
 
     def groups(self) -> tuple[str, ...]:
         """Names of the config groups, sorted."""
-        return tuple(sorted(entry.name for entry in self.path.iterdir() if entry.is_dir()))
+        _, names, _ = next(os.walk(self.path), ("", [], []))
+        return tuple(sorted(names))
 
 
 def conf_dir() -> Path:
@@ -80,7 +78,8 @@ def conf_dirs(named: Sequence[str] = (), conf: Path | None = None) -> tuple[Conf
     A folder that several of them name counts once: the jobs of a sweep get all of them named.
 
     Raises:
-        SpecError: a folder that is missing, an unsafe file, or one option brought twice.
+        SpecError: a folder that is missing, an unsafe file, one option brought twice, or an entry
+            point that names no folder.
     """
     primary = ConfDir(conf.absolute(), str(conf)) if conf else ConfDir(conf_dir(), "built-in")
     installed = tuple(_installed(entry) for entry in entry_points(group=ENTRY_POINTS))
@@ -88,8 +87,9 @@ def conf_dirs(named: Sequence[str] = (), conf: Path | None = None) -> tuple[Conf
     missing = [found for found in (primary, *foreign) if not found.path.is_dir()]
     if missing:
         raise SpecError(*(_no_folder(found) for found in missing))
-    scanned = (primary, *foreign) if conf else foreign
-    problems = [problem for found in scanned for problem in _unsafe(found)]
+    problems = [problem for found in foreign for problem in _unsafe(found, may_name_hydra=False)]
+    if conf:
+        problems += _unsafe(primary, may_name_hydra=True)
     problems += _twice(foreign)
     if problems:
         raise SpecError(*problems)
@@ -107,17 +107,29 @@ def _once(folders: Sequence[ConfDir]) -> tuple[ConfDir, ...]:
 def _installed(entry: EntryPoint) -> ConfDir:
     """``acme_kv:conf`` is the folder ``conf`` of the package ``acme_kv``; nothing is imported."""
     owner = entry.dist.name if entry.dist else entry.value
+    module, _, inside = (part.strip() for part in entry.value.partition(":"))
+    package, *below = module.split(".")
+    if not package or not inside:
+        got = f"{entry.name} = {entry.value!r} from {owner}"
+        raise SpecError(Problem(ENTRY_POINTS, got, "PACKAGE:FOLDER", f"mend or uninstall {owner}"))
     try:
-        spec = find_spec(entry.module)
+        spec = find_spec(package)
     except (ImportError, ValueError):
         spec = None
     roots = (spec.submodule_search_locations if spec else None) or ()
-    folder = Path(next(iter(roots), entry.module), *entry.attr.split("."))
-    return ConfDir(folder, owner)
+    return ConfDir(Path(next(iter(roots), package), *below, *inside.split(".")), owner)
 
 
 def _named(text: str) -> ConfDir:
-    return ConfDir(Path(text.removeprefix("file://")).expanduser().absolute(), text, by_hand=True)
+    try:
+        path = Path(text.removeprefix("file://")).expanduser().absolute()
+    except RuntimeError:
+        got, need = repr(text), "a folder of a user of this machine"
+        raise SpecError(Problem(_SEARCHPATH, got, need)) from None
+    except FileNotFoundError:
+        got, fix = "one that was removed", "cd to a folder that exists"
+        raise SpecError(Problem("working directory", got, "a folder", fix)) from None
+    return ConfDir(path, text, by_hand=True)
 
 
 def _no_folder(found: ConfDir) -> Problem:
@@ -142,39 +154,13 @@ def _twice(foreign: Sequence[ConfDir]) -> Iterator[Problem]:
                 yield Problem(option, got, "one file of that name", fix)
 
 
-def _unsafe(found: ConfDir) -> Iterator[Problem]:
+def _unsafe(found: ConfDir, may_name_hydra: bool) -> Iterator[Problem]:
     need = "plain YAML: no references, tags or code, odd words in quotes"
     for file in found.files():
-        got = unsafe_yaml(file)
+        inside = file.relative_to(found.path)
+        if not may_name_hydra and "hydra" in re.split(r"[/\\.]", str(inside)):
+            yield Problem(str(file), "a file or folder named hydra", "choices of our own groups")
+            continue
+        got = unsafe_yaml(file, may_name_hydra)
         if got:
             yield Problem(str(file), got, need)
-
-
-def unsafe_yaml(file: Path) -> str:
-    """The first thing in a YAML file that must not reach a loader; empty if there is none."""
-    import yaml
-
-    after_key = False
-    try:
-        for token in yaml.scan(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
-            found = _unsafe_token(token, after_key)
-            if found:
-                return f"{found} at line {token.start_mark.line + 1}"
-            after_key = isinstance(token, yaml.KeyToken)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return " ".join(str(error).split())
-    return ""
-
-
-def _unsafe_token(token: Any, is_key: bool) -> str:
-    import yaml
-
-    if isinstance(token, yaml.AliasToken | yaml.AnchorToken):
-        return f"the reference {token.value!r}"
-    if isinstance(token, yaml.TagToken):
-        return f"the tag {token.value!r}"
-    if isinstance(token, yaml.ScalarToken) and is_key and token.value.startswith("_"):
-        return f"the key {token.value!r}"
-    if isinstance(token, yaml.ScalarToken) and token.plain and _MISREAD.fullmatch(token.value):
-        return f"{token.value!r} without quotes, which YAML reads as another value,"
-    return ""

@@ -91,6 +91,8 @@ def _one(override: Override, options: Mapping[str, Sequence[str]]) -> Iterator[P
         yield Problem(str(override), "no value", "key=value", _keyed(override.key, known, options))
     elif any(part.startswith("_") for part in override.key.split(".")):
         yield _private(override.key)
+    elif re.search(r"[{,\s]_\w+_\s*:", override.value or ""):
+        yield _private(f"{override.key}={override.value}")
     elif "/" not in group and group not in known:
         close = did_you_mean(group, known)
         fix = str(override).replace(group, close, 1) if close else ""

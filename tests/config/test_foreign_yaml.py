@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -57,6 +58,46 @@ def test_a_folder_on_the_command_line(acme: Acme, cli: Cli) -> None:
         done = cli("action=plan", "model=tiny", "device=cpu", *arguments)
         assert (done.code, done.err) == (0, "")
         assert "tiny on cpu" in done.out
+
+
+def test_a_package_below_another_is_not_imported_either(
+    acme: Acme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme({"sub/conf/model/acme_tiny.yaml": TINY})
+    (tmp_path / "acme" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    _distribution(tmp_path, "acme-kv", "acme.sub:conf")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert compose("model=acme_tiny", "device=cpu").model.name == "tiny"
+    assert "acme" not in sys.modules
+
+
+@pytest.mark.parametrize("value", ["acme", "acme:", ":conf", "a b"])
+def test_an_entry_point_that_names_no_folder(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _distribution(tmp_path, "acme-kv", value)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SpecError, match=r"acme-kv, need PACKAGE:FOLDER"):
+        compose("device=cpu")
+
+
+def test_folders_and_files_that_are_not_there(
+    acme: Acme, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = acme({"kv/a.yaml": "page_tokens: 16"})
+    odd = root / "kv" / "odd.yaml"
+    for make in (lambda: odd.symlink_to(root / "nothing"), lambda: os.mkfifo(odd)):
+        make()
+        with pytest.raises(SpecError, match=r"odd\.yaml: got something that is no file"):
+            compose(f"hydra.searchpath=[{root}]", "device=cpu")
+        odd.unlink()
+    with pytest.raises(SpecError, match=r"hydra\.searchpath: got '~nouser/x'"):
+        compose("hydra.searchpath=[~nouser/x]", "device=cpu")
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path / "away")
+    (tmp_path / "away").rmdir()
+    with pytest.raises(SpecError, match="working directory: got one that was removed"):
+        compose("hydra.searchpath=[x]", "device=cpu")
 
 
 def test_a_package_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
