@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvfactory.books.ids import Tokens, int64
+from kvfactory.books.batch import Batch
+from kvfactory.books.ids import Positions, Tokens, int64
 from kvfactory.books.ledger import Ledger
 from kvfactory.books.segments import Segment
 from kvfactory.errors import BooksError, Problem
@@ -58,6 +59,25 @@ def lengths(ledger: Ledger, tokens: Tokens) -> None:
                 for index in over.nonzero()[0].tolist()
             )
         )
+
+
+def forks(batch: Batch, depths: Positions, most_nodes: int) -> None:
+    """Refuse trees that fork where not every node's state is kept; ``depths`` int64 [tokens].
+
+    A state lies only in the paths from the root, of which one is accepted, so all are needed.
+
+    Raises:
+        BooksError: no trees at all are planned for (``most_nodes`` 0), or only smaller ones.
+    """
+    if batch.owners is None or batch.nodes is None:
+        return
+    forked = np.unique(batch.owners[depths != batch.nodes])
+    most = int(batch.counts[forked].max(initial=0))
+    if most > most_nodes:
+        got = f"a draft tree of {most} nodes that forks, over recurrent states"
+        need = f"at most {most_nodes} nodes" if most_nodes else "chains"
+        fix = f"engine.draft_tree=true engine.draft_tokens={most - 1}"
+        raise BooksError(Problem("parents", got, f"{need}, as planned", fix))
 
 
 def fork(ledger: Ledger, row: int, awaited: bool) -> None:

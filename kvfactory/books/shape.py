@@ -34,6 +34,7 @@ class StateShape:
 
     ``num_slots`` counts slot 0, the sink, and so does ``checkpoints``, the places for saved states
     (0: there are none). Of ``lazy`` tracking slots a request has one until it needs the others.
+    ``tree_nodes`` is the largest draft tree of which every node's state is kept, 0 for chains only.
     """
 
     name: str
@@ -41,6 +42,7 @@ class StateShape:
     tracking: int = 0
     lazy: bool = False
     checkpoints: int = 0
+    tree_nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ def books_shape(plan: CachePlan) -> BooksShape:
     engine, saved = plan.spec.engine, plan.spec.memory.checkpoints
     tracking, lazy = engine.tracking_slots, engine.state_tracking == "lazy"
     checkpoints = 1 + saved if saved else 0
+    nodes = 1 + engine.draft_tokens if engine.draft_tree else 0
     return BooksShape(
         tables=tuple(
             TableShape(t.name, t.lifetime, t.page_tokens, t.num_pages, t.row_pages)
             for t in plan.tables
         ),
         states=tuple(
-            StateShape(s.name, s.num_slots, tracking, lazy, checkpoints) for s in plan.states
+            StateShape(s.name, s.num_slots, tracking, lazy, checkpoints, nodes) for s in plan.states
         ),
         max_requests=plan.limits.max_requests,
         steps_in_flight=plan.limits.steps_in_flight,

@@ -18,7 +18,8 @@ FULL = TableShape("full", Lifetime("whole"), page_tokens=4, num_pages=25, row_pa
 LOCAL = TableShape("local", Lifetime("window", 5), page_tokens=2, num_pages=33, row_pages=20)
 CHUNKED = TableShape("chunked", Lifetime("chunk", 6), page_tokens=4, num_pages=25, row_pages=10)
 CROSS = TableShape("cross", Lifetime("encoder", 7), page_tokens=4, num_pages=9, row_pages=2)
-STATE = StateShape("state", num_slots=8)
+TREE_NODES = 8
+STATE = StateShape("state", num_slots=8, tree_nodes=TREE_NODES)
 
 
 MODES = {"one": (1, False), "two": (2, False), "lazy": (2, True)}
@@ -26,7 +27,7 @@ MODES = {"one": (1, False), "two": (2, False), "lazy": (2, True)}
 
 def tracked_states(mode: str, num_slots: int = 20, checkpoints: int = 4) -> StateShape:
     tracking, lazy = MODES[mode]
-    return StateShape("state", num_slots, tracking, lazy, checkpoints)
+    return StateShape("state", num_slots, tracking, lazy, checkpoints, TREE_NODES)
 
 
 def books_of(*shapes: TableShape | StateShape, max_requests: int = 6, in_flight: int = 2) -> Books:

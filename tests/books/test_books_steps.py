@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from books_support import FULL, LOCAL, Landing, audit, books_of, held, snapshot
 
-from kvfactory.books import Sequence
+from kvfactory.books import Sequence, StateShape
 from kvfactory.errors import BooksError, OutOfPages
 
 
@@ -373,3 +373,25 @@ def test_equal_histories_give_equal_records() -> None:
         return snapshot(records)
 
     assert history() == history()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parents", "need"),
+    [(0, [-1, 0, 0], "chains"), (3, [-1, 0, 0, 1], "at most 3 nodes"), (3, [-1, -1, 0, 1], "3")],
+)
+def test_trees_whose_states_are_not_all_kept_are_refused(
+    nodes: int, parents: list[int], need: str
+) -> None:
+    """They could never be committed; chains always can, whatever their length."""
+    books = books_of(FULL, StateShape("state", 8, tree_nodes=nodes))
+    (sequence,) = books.open(1)
+    before = snapshot(books)
+    with pytest.raises(BooksError, match=need):
+        books.extend([sequence], len(parents), parents)
+    assert snapshot(books) == before
+    step = books.extend([sequence], 4, [-1, 0, 1, 2])
+    assert books.commit(step).accepted.tolist() == [4]
+    attention = books_of(FULL)
+    (sequence,) = attention.open(1)
+    step = attention.extend([sequence], len(parents), parents)
+    attention.commit(step, [[0]])
