@@ -316,6 +316,29 @@ class Books:
         """
         return {name: state.copies() for name, state in self._ledger.states.items()}
 
+    def due_sources(self) -> dict[str, Int64]:
+        """Where the state copies that are due now would read, by table: places int64 [n]."""
+        return {name: state.due_sources for name, state in self._ledger.states.items()}
+
+    def shared_tails(
+        self, sequences: abc.Sequence[Sequence], new_tokens: NewTokens
+    ) -> dict[str, Int64]:
+        """The pages with other owners that such a step would write to, by table: int64 [n].
+
+        It would copy them first, or all but one of several of its own.
+
+        Raises:
+            BooksError: as ``extend``, of its sequences and its tokens.
+        """
+        self.settle()
+        requests = self._ledger.requests
+        batch = requests.batch(sequences, new_tokens, self.shape.step_tokens)
+        prefix = requests.reserved[batch.rows]
+        tails = requests.tails(batch, requests.committed[batch.rows] == prefix)
+        rows, positions = batch.of_tokens(batch.rows)[tails], batch.after(prefix)[tails]
+        tables = self._ledger.tables.items()
+        return {name: table.shared_pages(rows, positions) for name, table in tables}
+
     # ---- what there is -----------------------------------------------------------------
 
     def capacity(self) -> dict[str, Capacity]:

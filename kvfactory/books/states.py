@@ -132,6 +132,11 @@ class StateTable:
         self._sources = {}
         return np.array(pairs, np.int64).reshape(-1, 2)
 
+    @property
+    def due_sources(self) -> Int64:
+        """The places that ``copies`` would read now, int64 [n]."""
+        return np.array(list(self._sources.values()), np.int64)
+
     def _copy(self, source: int, places: Int64) -> None:
         origin = self._sources.get(source, source)
         self._sources.update(dict.fromkeys(places.tolist(), origin))

@@ -70,6 +70,12 @@ class PageTable:
                 left[page] -= 1
         return tails.of(copied)
 
+    def shared_pages(self, rows: Rows, positions: Positions) -> Pages:
+        """The pages of several owners that have room at ``positions`` int64 [n] of ``rows``."""
+        inside = (positions % self._page_tokens).nonzero()[0]
+        pages: Pages = self.slots(rows[inside], positions[inside]) // self._page_tokens
+        return pages[self.pages.owners[pages] > 1]
+
     def pages_for(self, tokens: Tokens) -> Columns:
         """The pages that so many tokens take, and so the column behind the last of them."""
         pages: Columns = -(-tokens // self._page_tokens)

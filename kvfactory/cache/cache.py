@@ -13,9 +13,9 @@ from torch import Tensor
 from kvfactory.backends import AttendExtra, AttentionRunner
 from kvfactory.books import Accepted, Committed, Segment
 from kvfactory.books import Sequence as SequenceId
-from kvfactory.cache.arguments import check_on_host, check_step
-from kvfactory.cache.gate import Gate
-from kvfactory.cache.graphs import CallRecorder, CudaRecorder, Graph, GraphPlace, graph_shape
+from kvfactory.cache.arguments import check_step
+from kvfactory.cache.gate import Gate, Gates
+from kvfactory.cache.graphs import Graph, check_graph, graph_shape, made_graph
 from kvfactory.cache.handover import receive, regions
 from kvfactory.cache.layerwork import LayerWork
 from kvfactory.cache.parts import Parts
@@ -37,12 +37,13 @@ class Cache:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._work = LayerWork(parts)
+        self._gates = Gates()
+        self._work = LayerWork(parts, self._gates)
         self._graphs = 0
         self.plan = parts.plan
         self.books = parts.books
         self.states = StateStore(parts.plan, parts.pools, parts.books)
-        self._steps = StepWork(parts, self.states)
+        self._steps = StepWork(parts, self.states, self._gates)
 
     def __repr__(self) -> str:
         free = ", ".join(f"{path} {room.free}" for path, room in self.books.capacity().items())
@@ -73,9 +74,10 @@ class Cache:
         Raises:
             OutOfPages: too few request rows or state slots; nothing was taken.
             BooksError: a stale handle, counts on their way, encoder tokens not yet written, a ring
-                that is not flushed, or an open step of it while there are states.
+                that is not flushed, or states that an open step or a closed ``gate`` has.
         """
         self.states.check_flushed(sequence)
+        self._steps.check_states("fork", sequence)
         return self.books.fork(sequence, count)
 
     def close(self, sequences: Sequence[SequenceId]) -> None:
@@ -91,9 +93,10 @@ class Cache:
 
         Raises:
             OutOfPages: too few state slots; nothing was taken.
-            BooksError: as ``Books.hold``, or a ring that is not flushed.
+            BooksError: as ``Books.hold``, a ring that is not flushed, or states as in ``fork``.
         """
         self.states.check_flushed(sequence)
+        self._steps.check_states("hold", sequence)
         return self.books.hold(sequence, tokens)
 
     def release(self, segment: Segment) -> None:
@@ -156,7 +159,8 @@ class Cache:
         return receive(self._parts, self.states, tokens, cross_tokens)
 
     def reset(self) -> None:
-        """Forget all sequences and segments; generations go on, so old handles stay invalid."""
+        """Forget all sequences, segments and gates; generations go on, old handles stay invalid."""
+        self._gates.clear()
         self.books.reset()
         self._parts.buffers.clear()
 
@@ -175,17 +179,14 @@ class Cache:
 
         Raises:
             OutOfPages: the tables that are short; nothing was taken.
-            BooksError: stale sequences, too many new tokens or open steps, or malformed trees.
+            BooksError: stale sequences, too many new tokens or open steps, malformed trees, or
+                shared pages or states to copy that a closed ``gate`` still awaits.
             SpecError: a draft tree where a group keeps one entry for several tokens; or a tensor
                 on the device.
         """
         if parents is not None:
             self._work.check_tree()
-        check_on_host(new_tokens, "new_tokens")
-        check_on_host(parents, "parents")
-        counts = new_tokens.tolist() if isinstance(new_tokens, Tensor) else new_tokens
-        tree = parents.numpy() if isinstance(parents, Tensor) else parents
-        return self._steps.open(self.books.extend(sequences, counts, tree))
+        return self._steps.extend(sequences, new_tokens, parents)
 
     def step(
         self,
@@ -236,22 +237,19 @@ class Cache:
             SpecError: more requests or tokens than planned.
             BooksError: what is no number.
         """
-        parts = self._parts
         shape = graph_shape(self.plan, batch, tokens, total)
-        place = GraphPlace(self.plan, parts.buffers, self._graphs)
         self._graphs += 1
-        runners = parts.runners.values()
-        captures = parts.arena.is_cuda and all(runner.capturable for runner in runners)
-        return Graph(place, shape, runners, CudaRecorder() if captures else CallRecorder())
+        return made_graph(self._parts, self._gates, shape, self._graphs - 1)
 
     def fill(self, graph: Graph, step: Step) -> None:
         """Make ``step`` the next replay's of ``graph``.
 
         Raises:
-            SpecError: a step that the graph's shape does not hold.
+            SpecError: a step that the graph's shape does not hold, or no graph of this cache.
             BooksError: a step as in ``attend``; or lengths that are not decided yet, where the
                 backend's plan carries them.
         """
+        check_graph(graph, self._parts.buffers)
         check_step(step, self._parts.buffers)
         graph.fill(step)
 
@@ -333,19 +331,24 @@ class Cache:
             SpecError: an unknown name, a layer without such a group, or tensors of a wrong shape.
             BooksError: a step as in ``attend``; or, of groups with ``tokens_per_entry``, a step
                 behind drafts that were undecided.
-            BuildError: memory that stores nothing.
+            BuildError: memory that stores nothing, or a ``gate`` whose load failed.
         """
         self._work.write(layer, step, rows, group)
 
-    def gate(self, layers: Sequence[int] | None = None) -> Gate:
+    def gate(
+        self, layers: Sequence[int] | None = None, sequences: Sequence[SequenceId] | None = None
+    ) -> Gate:
         """A closed gate before ``layers`` (None: all), for a load that arrives layer by layer.
 
-        ``attend``, ``select`` and ``state`` of a layer wait until ``gate.open(layer)``.
+        ``attend``, ``select``, ``write`` and ``state`` of a layer wait until ``gate.open(layer)``.
+        Meanwhile nothing is copied that the load fills: the pages and states of ``sequences``, of
+        any where that is None.
 
         Raises:
             SpecError: a layer that keeps nothing.
+            BooksError: a stale handle or a step in flight of ``sequences``.
         """
-        return self._work.gate(None if layers is None else tuple(layers))
+        return self._work.gate(layers, sequences)
 
     def state(self, layer: int, step: Step, group: str = "") -> StateViews:
         """The recurrent states of ``layer`` for the step's kernels: see ``StateViews``.

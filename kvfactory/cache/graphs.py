@@ -14,6 +14,8 @@ import torch
 from kvfactory.backends import AttentionRunner
 from kvfactory.books import StepRecord
 from kvfactory.books.ids import count_of
+from kvfactory.cache.gate import Gates
+from kvfactory.cache.parts import Parts
 from kvfactory.errors import BooksError, Problem, SpecError
 from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.steps.buffers import StepBuffers
@@ -101,6 +103,7 @@ class Graph:
         self.shape = shape
         self._place, self._runners = place, tuple(runners)
         self._recorder = recorder
+        self._source: StepRecord | None = None
         self.step = self._fill(place.blank)
 
     @property
@@ -109,7 +112,15 @@ class Graph:
         return self._recorder.captures
 
     def capture(self, run: Callable[[Step], Any]) -> None:
-        """Keep ``run(step)`` for replays. It runs once or twice here, on padding alone."""
+        """Keep ``run(step)`` for replays. It runs once or twice here, on padding alone.
+
+        Raises:
+            SpecError: ``run`` is no function.
+        """
+        if not callable(run):
+            raise SpecError(
+                Problem("capture(run)", f"a {type(run).__name__}", "a function of a step")
+            )
         self.step = self._fill(self._place.blank)
 
         def work() -> Any:
@@ -119,47 +130,79 @@ class Graph:
                 runner.begin(self.step)
             return run(self.step)
 
-        self._recorder.record(work)
+        with self._place.gates.ignored():
+            self._recorder.record(work)
 
     def fill(self, step: Step) -> None:
         """Make ``step`` the next replay's; padded up to the graph's shape.
 
         Raises:
-            SpecError: a step that the shape does not hold.
+            SpecError: a step that the shape does not hold; the last one stays filled in then.
         """
         self.step = self._fill(step.host)
 
     def replay(self) -> Any:
         """Run for the step that was filled in last: what the captured function returned.
 
-        The result of a CUDA graph is the same memory every time.
+        The result of a CUDA graph is the same memory every time. Such a graph runs when all layers
+        behind a ``gate`` are open; a captured function waits where it reads.
 
         Raises:
-            BooksError: another step or shape was filled in since, by another graph.
+            BooksError: another step or shape was filled in since, by another graph, or one that the
+                backend refused.
+            BuildError: a ``gate`` whose load failed.
         """
-        if not self._place.buffers.filled_by(self._source, self.shape):
+        if self._source is None or not self._place.buffers.filled_by(self._source, self.shape):
             got, need = "arrays of another graph's step", "fill before every replay"
             raise BooksError(Problem("replay()", got, need, "cache.fill(graph, step)"))
+        if self.captured:
+            self._place.gates.wait(self._place.layers)
         return self._recorder.replay()
 
     def _fill(self, record: StepRecord) -> Step:
-        place, self._source = self._place, record
+        place = self._place
         padding = padded(record, self.shape, place.page_tokens)
+        self._source = None
         step = place.buffers.fill_graph(padding, self.shape, place.number, record)
         for runner in self._runners:
             runner.prepare(step)
+        self._source = record
         return step
+
+    def belongs_to(self, buffers: StepBuffers) -> bool:
+        """Whether ``buffers`` are where its steps are filled in."""
+        return self._place.buffers is buffers
 
 
 class GraphPlace:
     """Where a cache's graph number ``number`` takes its arrays from."""
 
-    def __init__(self, plan: CachePlan, buffers: StepBuffers, number: int) -> None:
-        self.buffers, self.number = buffers, number
+    def __init__(self, plan: CachePlan, buffers: StepBuffers, number: int, gates: Gates) -> None:
+        self.buffers, self.number, self.gates = buffers, number, gates
+        self.layers = tuple(dict.fromkeys(layer for g in plan.groups for layer in g.layers))
         self.blank = blank_record(plan)
         self.page_tokens = {
             t.name: t.page_tokens for t in plan.tables if t.lifetime.name != "encoder"
         }
+
+
+def made_graph(parts: Parts, gates: Gates, shape: GraphShape, number: int) -> Graph:
+    """Graph ``number`` of a cache: a CUDA graph where its backends can be captured."""
+    place = GraphPlace(parts.plan, parts.buffers, number, gates)
+    runners = parts.runners.values()
+    captures = parts.arena.is_cuda and all(runner.capturable for runner in runners)
+    return Graph(place, shape, runners, CudaRecorder() if captures else CallRecorder())
+
+
+def check_graph(graph: Graph, buffers: StepBuffers) -> None:
+    """Refuse what is no graph, or one of another cache than that of ``buffers``.
+
+    Raises:
+        SpecError: which of both.
+    """
+    got = "one of another cache" if isinstance(graph, Graph) else f"a {type(graph).__name__}"
+    if not isinstance(graph, Graph) or not graph.belongs_to(buffers):
+        raise SpecError(Problem("fill(graph)", got, "what graph() of this cache returned"))
 
 
 def graph_shape(plan: CachePlan, batch: int, tokens: int, total: int | None) -> GraphShape:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from kvfactory.backends import AttendExtra, AttentionRunner, SelectRunner
+from kvfactory.books import Sequence as SequenceId
 from kvfactory.cache.arguments import Query, check_step
-from kvfactory.cache.gate import Gate
+from kvfactory.cache.gate import Gate, Gates
 from kvfactory.cache.parts import Parts
+from kvfactory.cache.retraction import page_ids
 from kvfactory.cache.routing import Route, Router
 from kvfactory.errors import BooksError, BuildError, Problem, SpecError, did_you_mean
 from kvfactory.planning.cacheplan import Attention, GroupPlan, Select
@@ -27,28 +29,29 @@ New = tuple[Tensor | None, Tensor | None]
 class LayerWork:
     """Writes, selections and attention of a cache's layers."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._gates: list[Gate] = []
+    def __init__(self, parts: Parts, gates: Gates) -> None:
+        self._parts, self._gates = parts, gates
         self.router = Router(parts.plan)
         asked = [g for g in parts.plan.groups if isinstance(g.work, Attention | Select)]
         self._queries = {group.name: Query.of(group) for group in asked}
 
-    def gate(self, layers: tuple[int, ...] | None) -> Gate:
+    def gate(self, layers: Sequence[int] | None, sequences: Sequence[SequenceId] | None) -> Gate:
         """A closed gate before ``layers``, or all that keep something of their own."""
         kept = [layer for group in self._parts.plan.groups for layer in group.layers]
-        wrong = [] if layers is None else [layer for layer in layers if layer not in kept]
-        if wrong:
+        chosen = kept if layers is None else _layers(layers)
+        if wrong := [layer for layer in chosen if layer not in kept]:
             raise SpecError(Problem("gate(layers)", repr(wrong[0]), "layers that keep something"))
-        kept = kept if layers is None else list(layers)
-        gate = Gate(kept, self._parts.arena.device)
-        self._gates.append(gate)
+        ids = None
+        if sequences is not None:
+            ids = page_ids([self._parts.books.view(sequence) for sequence in sequences])
+        gate = Gate(chosen, self._parts.arena.device, ids)
+        self._gates.add(gate)
         return gate
 
     # ---- writing -----------------------------------------------------------------------------
 
     def write(self, layer: int, step: Step, rows: Mapping[str, Tensor | None], group: str) -> None:
-        """``Cache.write``: everything is checked before anything is written."""
+        """``Cache.write``: all is checked, and the gates are passed, before anything is written."""
         check_step(step, self._parts.buffers)
         given = {name: value for name, value in rows.items() if value is not None}
         for name in given:
@@ -58,11 +61,15 @@ class LayerWork:
                 close = did_you_mean(name, known)
                 raise SpecError(Problem(f"write({name}=)", "an unknown row", need, close))
         writes: list[Write] = []
+        routes: list[Route] = []
         if not given.keys().isdisjoint(ATTENTION_ROWS):
-            route = self.router.attention(layer, group)
-            writes.append(self._ready(route, step, given, ATTENTION_ROWS))
+            routes.append(self.router.attention(layer, group))
+            writes.append(self._ready(routes[-1], step, given, ATTENTION_ROWS))
         if not given.keys().isdisjoint(INDEX_ROWS):
-            writes.append(self._ready(self.router.index(layer), step, given, INDEX_ROWS))
+            routes.append(self.router.index(layer))
+            writes.append(self._ready(routes[-1], step, given, INDEX_ROWS))
+        for route in routes:
+            self.pass_gates(route)
         self._parts.write(writes)
 
     def _ready(
@@ -183,10 +190,15 @@ class LayerWork:
 
     def pass_gates(self, route: Route) -> None:
         """Wait, in the order of the current stream, for what is still being loaded."""
-        for gate in self._gates:
-            gate.wait(route.group.layers[route.index])
-        if self._gates:
-            self._gates = [gate for gate in self._gates if not gate.done]
+        self._gates.wait((route.group.layers[route.index],))
+
+
+def _layers(given: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(given)
+    except TypeError:
+        need = "a list of layers, or None for all"
+        raise SpecError(Problem("gate(layers)", repr(given), need)) from None
 
 
 def _nothing_stored(group: GroupPlan, use: str) -> Problem:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvfactory.books import Accepted, Committed, StepRecord
-from kvfactory.cache.arguments import check_step
+from kvfactory.books import Sequence as SequenceId
+from kvfactory.books.ids import Int64
+from kvfactory.cache.arguments import check_on_host, check_step
+from kvfactory.cache.gate import Gates
 from kvfactory.cache.parts import Parts
+from kvfactory.errors import BooksError, Problem
 from kvfactory.states import DeviceCounts, StateStore
 from kvfactory.steps.foreign import ForeignBatch, foreign_record
 from kvfactory.steps.step import Step
@@ -16,17 +23,68 @@ from kvfactory.steps.step import Step
 class StepWork:
     """What a cache's steps do to its pools, its states and its device tables."""
 
-    def __init__(self, parts: Parts, states: StateStore) -> None:
-        self._parts, self._states = parts, states
+    def __init__(self, parts: Parts, states: StateStore, gates: Gates) -> None:
+        self._parts, self._states, self._gates = parts, states, gates
         self._foreign_steps = 0
         self._foreign = False
 
-    def open(self, record: StepRecord) -> Step:
+    def extend(
+        self,
+        sequences: Sequence[SequenceId],
+        new_tokens: int | Sequence[int] | Tensor,
+        parents: Sequence[int] | Tensor | None,
+    ) -> Step:
+        """``Cache.extend``."""
+        check_on_host(new_tokens, "new_tokens")
+        check_on_host(parents, "parents")
+        counts = new_tokens.tolist() if isinstance(new_tokens, Tensor) else new_tokens
+        tree = parents.numpy() if isinstance(parents, Tensor) else parents
+        books = self._parts.books
+        if self._gates:
+            self.check_arrived("extend", books.shared_tails(sequences, counts))
+            self.check_arrived("extend", books.due_sources())
+        return self._open(books.extend(sequences, counts, tree))
+
+    def check_arrived(self, path: str, ids: Mapping[str, Int64]) -> None:
+        """Refuse to copy pages or state slots ``ids``, by table, that a load may still fill.
+
+        Raises:
+            BooksError: which table's.
+        """
+        wrong = [
+            Problem(
+                f"{path}, table {group.table}",
+                "a copy of what a closed gate still awaits",
+                f"group {group.name} loaded",
+                "wait until the gate is open; gate(sequences=) says which pages it is for",
+            )
+            for group in self._parts.plan.groups
+            if group.table in ids
+            and self._gates.awaited(group.layers, group.table, ids[group.table])
+        ]
+        if wrong:
+            raise BooksError(*wrong)
+
+    def check_states(self, path: str, sequence: SequenceId) -> None:
+        """Refuse a copy of the states of ``sequence`` that a load may still fill.
+
+        Raises:
+            BooksError: which table's, or a stale handle.
+        """
+        if self._gates:
+            places = self._parts.books.state_places(sequence)
+            self.check_arrived(path, {name: np.array([at]) for name, at in places.items() if at})
+
+    def _open(self, record: StepRecord) -> Step:
         """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
         parts = self._parts
         for group, pool in parts.stored():
             if group.table in record.tables and len(copies := record.tables[group.table].copies):
+                self._gates.order(group.layers)
                 pool.copy_pages(copies)
+        for group, _ in parts.stored():
+            if group.table in record.states and len(record.states[group.table].copies):
+                self._gates.order(group.layers)
         self._states.begin(record)
         if self._foreign:
             self._foreign = False

@@ -348,3 +348,24 @@ def test_a_graph_replays_only_what_it_was_filled_with(cache: Cache) -> None:
     assert graphs[0].replay() == steps[0].host.rows.tolist()
     cache.fill(graphs[1], steps[0])  # a step in graphs of its pieces, all of one shape
     assert graphs[0].replay() == graphs[1].replay()
+
+
+def test_a_refused_fill_leaves_the_one_before(cache: Cache) -> None:
+    one, two = cache.open(2)
+    steps = [cache.extend([one], 1), cache.extend([one, two], 1)]
+    graph = cache.graph(batch=1)
+    graph.capture(lambda step: step.rows.tolist())
+    cache.fill(graph, steps[0])
+    with pytest.raises(SpecError, match="2 requests"):
+        cache.fill(graph, steps[1])
+    assert graph.replay() == steps[0].host.rows.tolist()
+
+
+def test_graphs_are_of_their_own_cache_and_of_functions(cache: Cache) -> None:
+    step = cache.extend(cache.open(), 1)
+    others = _cache()
+    for graph, got in ((others.graph(batch=1), "one of another cache"), (None, "a NoneType")):
+        with pytest.raises(SpecError, match=rf"fill\(graph\): got {got}"):
+            cache.fill(graph, step)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"capture\(run\): got a NoneType"):
+        cache.graph(batch=1).capture(None)  # type: ignore[arg-type]
