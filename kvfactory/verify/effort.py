@@ -57,9 +57,21 @@ def choose(plan: CachePlan) -> Effort:
 
 
 def request_lengths(plan: CachePlan, most: int = 10**6) -> tuple[int, ...]:
-    """Final lengths of the requests, from short to ``workload.tokens``."""
-    count = min(plan.limits.admitted, plan.spec.workload.requests, most)
-    return tuple(max(1, plan.limits.tokens * (number + 1) // count) for number in range(count))
+    """Final lengths of the requests, from short to ``workload.tokens``.
+
+    Where pages are planned for a mean length, the others are so few and short that they keep to it.
+    """
+    workload, longest = plan.spec.workload, plan.limits.tokens
+    count = min(plan.limits.admitted, workload.requests, most)
+    if workload.mean_tokens is None:
+        return tuple(max(1, longest * (number + 1) // count) for number in range(count))
+    page = max((table.page_tokens for table in plan.tables), default=1)
+    pages = max(0, workload.mean_tokens * plan.limits.admitted - longest) // page
+    others = min(count - 1, pages)
+    ramp = [
+        min(longest, page * (pages // others) * 2 * (n + 1) // (others + 1)) for n in range(others)
+    ]
+    return (*(max(page, length // page * page) for length in ramp), longest)
 
 
 def sample(plan: CachePlan, count: int) -> tuple[int, ...]:

@@ -55,6 +55,17 @@ def test_many_requests_share_the_pages_of_a_window(requests: int) -> None:
     assert execute(laid).passed
 
 
+@pytest.mark.parametrize("mean_tokens", [1, 16, 30, 63])
+@pytest.mark.parametrize("model", ["full", "windows"])
+def test_requests_keep_to_the_mean_that_is_planned(model: str, mean_tokens: int) -> None:
+    crowd = {"requests": 6, "tokens": 64, "mean_tokens": mean_tokens}
+    laid = plan(spec_of(MODELS[model], workload=crowd))
+    lengths = choose(laid).lengths
+    assert max(lengths) == 64
+    assert sum(lengths) <= max(64, 6 * mean_tokens)
+    assert execute(laid).passed
+
+
 def _verdict(change: Any, model: str = "dsa") -> Verdict:
     """What the index checker says of selections that ``change`` made of the right ones."""
     cache = cache_of(model)
