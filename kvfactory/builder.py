@@ -189,7 +189,12 @@ def _allocate(plan: CachePlan, device: str) -> Tensor:
     try:
         return memory.allocate(plan.bytes, device)
     except (MemoryError, RuntimeError) as error:
-        raise OutOfMemory(_short(plan, str(error).splitlines()[0])) from error
+        said = next(iter(str(error).splitlines()), "no memory")
+        raise OutOfMemory(_short(plan, said)) from error
+    except Exception as error:  # a fault of a third party's plugin
+        got = f"{plan.memory!r}, which fails to allocate: {type(error).__name__}: {error}"
+        fix = f"mend or uninstall {MEMORIES.origin(plan.memory)}"
+        raise BuildError(Problem("memory.name", got, "a working memory plugin", fix)) from error
 
 
 def _free_bytes(device: str, memory: str) -> int | None:

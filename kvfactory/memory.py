@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvfactory.registry import Registry
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@runtime_checkable
 class Memory(Protocol):
     """A source of device bytes. ``device_types`` are the targets it can serve."""
 
@@ -61,4 +62,4 @@ PLUGINS = (
     TorchMemory("null", frozenset({"cpu", "cuda"}), stores=False),
 )
 
-MEMORIES: Registry[Memory] = Registry("memory", "kvfactory.memory", "kvfactory.memories")
+MEMORIES: Registry[Memory] = Registry("memory", "kvfactory.memory", "kvfactory.memories", Memory)

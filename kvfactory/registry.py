@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
@@ -34,12 +35,14 @@ class Registry(Generic[T]):
     """The plugins of one axis.
 
     ``axis`` is the config word (``quant``), ``package`` the module or package that holds the
-    built-ins, ``group`` the entry-point group of third parties.
+    built-ins, ``group`` the entry-point group of third parties, ``kind`` the class or runtime
+    protocol of its plugins.
     """
 
-    def __init__(self, axis: str, package: str, group: str) -> None:
-        self.axis, self.package, self.group = axis, package, group
+    def __init__(self, axis: str, package: str, group: str, kind: type[object]) -> None:
+        self.axis, self.package, self.group, self.kind = axis, package, group, kind
         self._loaded: dict[str, T] = {}
+        self._failed: dict[str, tuple[Problem, ...]] = {}
 
     @cached_property
     def _builtin(self) -> dict[str, T]:
@@ -65,6 +68,21 @@ class Registry(Generic[T]):
         """Every known name, sorted; third-party plugins are not loaded for this."""
         return tuple(sorted({*self._builtin, *self._foreign}))
 
+    def faults(self, path: str) -> dict[str, tuple[Problem, ...]]:
+        """What is wrong with third-party plugins that cannot be used; loads all of them."""
+        found: dict[str, tuple[Problem, ...]] = {}
+        for name in self._foreign:
+            try:
+                self.get(name, path)
+            except SpecError as error:
+                found[name] = error.problems
+        return found
+
+    def working(self) -> tuple[str, ...]:
+        """Names of the plugins that can be used, sorted; loads all of them."""
+        broken = self.faults(self.axis)
+        return tuple(name for name in self.names() if name not in broken)
+
     def origin(self, name: str) -> str:
         """``built-in`` or the distribution that brings the plugin."""
         if name in self._builtin:
@@ -76,12 +94,19 @@ class Registry(Generic[T]):
 
         Raises:
             SpecError: unknown name, two third parties with that name, or a plugin that fails to
-                load.
+                load or is none.
         """
         if name in self._builtin:
             return self._builtin[name]
+        if name in self._failed:
+            raise SpecError(*(replace(each, path=path) for each in self._failed[name]))
         if name not in self._loaded:
-            self._loaded[name] = self._load(name, path)
+            try:
+                self._loaded[name] = self._load(name, path)
+            except SpecError as error:
+                if name in self._foreign:
+                    self._failed[name] = error.problems
+                raise
         return self._loaded[name]
 
     def _load(self, name: str, path: str) -> T:
@@ -103,17 +128,20 @@ class Registry(Generic[T]):
                     path, repr(name), f"one {self.axis} of that name", f"uninstall one of {owners}"
                 )
             )
+        fix = f"mend or uninstall {_owner(entries[0])}"
         try:
             plugin: T = entries[0].load()
-        except Exception as error:  # a broken third-party package is the user's bad input
-            raise SpecError(
-                Problem(
-                    path,
-                    f"{name!r}, which fails to load: {type(error).__name__}: {error}",
-                    f"a working {self.axis} plugin",
-                    f"mend or uninstall {_owner(entries[0])}",
-                )
-            ) from error
+            fits = isinstance(plugin, self.kind) and not isinstance(plugin, type)
+            named = plugin.name if fits else ""
+        except (Exception, SystemExit) as error:  # a broken package is the user's bad input
+            got = f"{name!r}, which fails to load: {type(error).__name__}: {error}"
+            raise SpecError(Problem(path, got, f"a working {self.axis} plugin", fix)) from error
+        if not fits:
+            got = f"{name!r}, which is {plugin!r:.80}"
+            raise SpecError(Problem(path, got, f"an object of {self.kind.__name__}", fix))
+        if named != name:
+            got = f"{name!r}, which calls itself {named!r:.80}"
+            raise SpecError(Problem(path, got, "one name in both places", fix))
         return plugin
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvfactory.errors import Problem
 from kvfactory.planning.cacheplan import (
@@ -132,8 +132,12 @@ class Resources:
     workspace: Mapping[str, Tensor]
 
 
-class Backend(Protocol):
-    """A family of kernels. ``rank`` orders ``backend=auto``: the highest that serves wins."""
+@runtime_checkable
+class Attending(Protocol):
+    """A family of kernels without any that select.
+
+    ``rank`` orders ``backend=auto``: the highest that serves wins.
+    """
 
     @property
     def name(self) -> str:
@@ -169,6 +173,10 @@ class Backend(Protocol):
         """
         ...
 
+
+class Backend(Attending, Protocol):
+    """A family of kernels; ``selectors`` is called for index groups that it serves alone."""
+
     def selectors(
         self, groups: Sequence[GroupPlan], resources: Resources
     ) -> Mapping[str, SelectRunner]:
@@ -176,7 +184,9 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: Registry[Backend] = Registry("backend", "kvfactory.backends", "kvfactory.backends")
+BACKENDS: Registry[Backend] = Registry(
+    "backend", "kvfactory.backends", "kvfactory.backends", Attending
+)
 
 
 def ranked(names: Iterable[str]) -> list[Backend]:

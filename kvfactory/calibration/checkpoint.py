@@ -85,6 +85,9 @@ def read_constants(path: str | Path, required: Mapping[Key, Constant]) -> Consta
     except SpecError as error:
         told = (replace(each, path=f"kv.constants: {each.path}") for each in error.problems)
         raise SpecError(*told) from None
+    except RuntimeError:  # of expanduser
+        got, need = f"{str(path)[:80]!r}", "a file of a user of this machine"
+        raise SpecError(Problem("kv.constants", got, need)) from None
     except OSError as error:
         got = f"{str(path)[:80]!r}: {error.strerror}"
         need = "a safetensors file of constants"

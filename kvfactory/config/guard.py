@@ -1,8 +1,8 @@
 """What Hydra may act on in a sweep: code that it or an installed plugin of it names, nothing else.
 
 Hydra calls what ``callbacks``, ``job_logging``, ``hydra_logging``, ``launcher`` and ``sweeper``
-name, in its key for that, ``()`` or ``class``. Each configuration is compared with one that is made of
-the same choices of Hydra's own groups, without values and without folders of others.
+name, in keys such as ``()`` and ``class``. Each configuration is compared with one that is made
+of the same choices of Hydra's own groups, without values and without folders of others.
 """
 
 from __future__ import annotations

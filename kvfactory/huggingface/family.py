@@ -42,7 +42,7 @@ class Family:
 
 
 FAMILIES: Registry[Family] = Registry(
-    "family", "kvfactory.huggingface.families", "kvfactory.families"
+    "family", "kvfactory.huggingface.families", "kvfactory.families", Family
 )
 
 

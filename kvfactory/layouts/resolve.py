@@ -6,7 +6,7 @@ from kvfactory.errors import SpecError
 from kvfactory.layouts.pattern import Layout
 from kvfactory.registry import Registry
 
-LAYOUTS: Registry[Layout] = Registry("layout", "kvfactory.layouts", "kvfactory.layouts")
+LAYOUTS: Registry[Layout] = Registry("layout", "kvfactory.layouts", "kvfactory.layouts", Layout)
 
 
 def resolve_layout(k: str, v: str | None, scale: str | None, path: str) -> Layout:
@@ -28,7 +28,7 @@ def resolve_layout(k: str, v: str | None, scale: str | None, path: str) -> Layou
 
 def layout_name(pattern: str) -> str:
     """The catalog's name of ``pattern`` for K, empty for one that is not in it."""
-    known = [LAYOUTS.get(name, "layout") for name in LAYOUTS.names()]
+    known = [LAYOUTS.get(name, "layout") for name in LAYOUTS.working()]
     same = sorted((each for each in known if each.k == pattern), key=lambda each: bool(each.scale))
     return same[0].name if same else ""
 

@@ -24,7 +24,7 @@ def check_options(spec: Spec) -> None:
     if spec.backend.name != "auto":
         return
     for key, value in spec.backend.options.items():
-        refused = [_option_problems(name, {key: value}, spec) for name in BACKENDS.names()]
+        refused = [_option_problems(name, {key: value}, spec) for name in BACKENDS.working()]
         if refused and all(refused):
             told = [each for problems in refused for each in problems]
             known = [each for each in told if each.got != "an unknown key"]
@@ -48,16 +48,17 @@ def choose(groups: Sequence[GroupPlan], spec: Spec) -> dict[str, Choice]:
         CapabilityError: groups that none serves.
     """
     asked = spec.backend.name
-    backends = ranked(BACKENDS.names() if asked == "auto" else (asked,))
+    backends = ranked(BACKENDS.working() if asked == "auto" else (asked,))
+    broken = tuple(BACKENDS.faults("backend.name").items()) if asked == "auto" else ()
     wrong: list[Problem] = []
     chosen: dict[str, Choice] = {}
     for group in groups:
         if isinstance(group.work, Attention | Select):
             choice = _first_fit(group, backends, spec)
             if choice.backend:
-                chosen[group.name] = choice
+                chosen[group.name] = replace(choice, passed_over=(*choice.passed_over, *broken))
             else:
-                found = (problem for _, problems in choice.passed_over for problem in problems)
+                found = (p for _, problems in (*choice.passed_over, *broken) for p in problems)
                 wrong += _with_others(found, group, spec)
     if wrong:
         raise CapabilityError(*dict.fromkeys(wrong))
@@ -66,7 +67,7 @@ def choose(groups: Sequence[GroupPlan], spec: Spec) -> dict[str, Choice]:
 
 def _with_others(found: Iterable[Problem], group: GroupPlan, spec: Spec) -> Iterator[Problem]:
     """Problems of the backend that was asked for; those without a mend name one that would do."""
-    others = ranked(name for name in BACKENDS.names() if name != spec.backend.name)
+    others = ranked(name for name in BACKENDS.working() if name != spec.backend.name)
     auto = spec.model_copy(update={"backend": BackendChoice()})
     fits = _first_fit(group, others, auto).backend if spec.backend.name != "auto" else ""
     for problem in found:

@@ -212,11 +212,8 @@ def _table_key(spec: Spec, name: str) -> TableKey:
     if isinstance(group, LinearGroup):
         return TableKey(Lifetime("state"), 0)
     own = spec.kv.groups.get(name, GroupPolicy()).page_tokens
-    if (
-        isinstance(group, IndexGroup)
-        and group.selects in spec.model.groups
-        and group.selects != name
-    ):
+    selected = spec.model.groups.get(group.selects) if isinstance(group, IndexGroup) else None
+    if isinstance(group, IndexGroup) and isinstance(selected, AttentionGroup):
         owner = _table_key(spec, group.selects)
         return TableKey(owner.lifetime, own or owner.page_tokens)
     return TableKey(_lifetime(group), own or spec.kv.page_tokens)

@@ -71,7 +71,7 @@ def _unfit(logical: Logical, quant: Plugin, codec: Codec, path: str) -> tuple[Pr
     roles = SCHEMES.get(quant.name, path).roles
     if logical.role not in roles:
         got = f"{quant.name} for role {logical.role}"
-        fits = [name for name in SCHEMES.names() if logical.role in SCHEMES.get(name, path).roles]
+        fits = [name for name in SCHEMES.working() if logical.role in SCHEMES.get(name, path).roles]
         return (Problem(path, got, f"one of {', '.join(fits)}", f"{path}=plain"),)
     return codec.problems(logical, path)
 

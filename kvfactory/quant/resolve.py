@@ -12,7 +12,7 @@ from kvfactory.quant.codec import Codec, Scheme
 from kvfactory.registry import Registry
 from kvfactory.spec.validation import from_validation
 
-SCHEMES: Registry[Scheme] = Registry("quant", "kvfactory.quant", "kvfactory.quants")
+SCHEMES: Registry[Scheme] = Registry("quant", "kvfactory.quant", "kvfactory.quants", Scheme)
 
 
 def resolve_codec(name: str, options: Mapping[str, Any], path: str) -> Codec:

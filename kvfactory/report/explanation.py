@@ -161,11 +161,13 @@ def _verdicts(laid: CachePlan) -> Iterator[Verdict]:
     for group in laid.groups:
         if not isinstance(group.work, Attention | Select):
             continue
-        for backend in ranked(BACKENDS.names()):
+        for backend in ranked(BACKENDS.working()):
             reasons = refusals(backend.name, backend.needs(spec), group, spec)
             taken = group.choice is not None and group.choice.backend == backend.name
             kernels = backend.kernels(group, spec) if taken else {}
             yield Verdict(group.name, backend.name, taken, reasons, dict(kernels))
+        for name, reasons in BACKENDS.faults("backend.name").items():
+            yield Verdict(group.name, name, False, reasons, {})
 
 
 # ---- other plans -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvfactory.errors import Problem, SpecError
@@ -35,7 +36,7 @@ def parse_layers(
     if not positive:
         raise _wrong(path, f"{layers!r}, which holds no layer", "at least one layer")
     if len(set(positive)) < len(positive):
-        twice = next(layer for layer in positive if positive.count(layer) > 1)
+        twice = next(layer for layer, count in Counter(positive).items() if count > 1)
         raise _wrong(path, f"layer {twice} twice", "each layer once")
     return tuple(sorted(positive))
 
@@ -58,7 +59,8 @@ def _from_text(text: str, num_layers: int, path: str) -> list[int]:
         return named
     if named and named[-1] >= num_layers:
         return named
-    return [layer for layer in range(num_layers) if layer not in named]
+    left_out = set(named)
+    return [layer for layer in range(num_layers) if layer not in left_out]
 
 
 def _wrong(path: str, got: str, need: str, fix: str = "") -> SpecError:

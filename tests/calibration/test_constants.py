@@ -14,6 +14,7 @@ import kvfactory
 from kvfactory.calibration import Key
 from kvfactory.calibration.checkpoint import read_constants
 from kvfactory.calibration.constants import FORMAT
+from kvfactory.errors import SpecError
 from kvfactory.quant import Constant, resolve_codec
 from kvfactory.spec import Spec
 
@@ -118,3 +119,8 @@ def test_constants_that_nothing_takes_are_noted() -> None:
     for kv, unused in (("bf16_nhd", True), ("fp8_nhd", False)):
         spec = kvfactory.compose(f"kv={kv}", "kv.constants=c.safetensors", "device=cpu")
         assert (told in kvfactory.plan(spec).notes) is unused
+
+
+def test_a_home_that_nobody_has() -> None:
+    with pytest.raises(SpecError, match=r"kv\.constants: got '~nouser/x'"):
+        read_constants("~nouser/x", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from typing import Any
 
 import pytest
@@ -61,6 +62,14 @@ def test_layer_sets_that_cannot_be(layers: Any, word: str) -> None:
         parse_layers(layers, 6, "a.layers")
     assert str(caught.value).startswith("a.layers: got ")
     assert word in str(caught.value)
+
+
+def test_sets_of_many_layers_take_no_longer_than_their_length() -> None:
+    start = time.perf_counter()
+    assert len(parse_layers("not 5::6", 1_000_000)) == 833_334
+    with pytest.raises(SpecError, match="layer 299999 twice"):
+        parse_layers([*range(300_000), 299_999], 300_000)
+    assert time.perf_counter() - start < 5
 
 
 def test_auto_takes_what_was_found_and_keeps_what_was_given() -> None:

@@ -263,3 +263,14 @@ def test_an_index_of_nothing(selects: str) -> None:
     (problem,) = _problems(groups)
     assert problem.path == "model.groups.index.selects"
     assert problem.need == "one of full"
+
+
+def test_indexes_that_select_each_other() -> None:
+    indexes = {
+        name: INDEX | {"layers": layers, "selects": selects}
+        for name, layers, selects in (("a", "0", "b"), ("b", "1", "a"))
+    }
+    problems = _problems({"full": FULL, **indexes})
+    assert [problem.path for problem in problems] == [
+        f"model.groups.{name}.selects" for name in "ab"
+    ]
