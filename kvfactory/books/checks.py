@@ -36,7 +36,10 @@ def encoder_tokens(
         problems.append(Problem("cross_tokens", str(tokens.tolist()), need))
     if problems:
         raise BooksError(*problems)
-    return tokens if len(tokens) and not inherited else np.zeros(count, np.int64)
+    if len(tokens) and not inherited:
+        return tokens
+    # More sequences than there are rows are refused by who admits them, without such an array.
+    return np.zeros(min(count, ledger.requests.num_rows), np.int64)
 
 
 def lengths(ledger: Ledger, tokens: Tokens) -> None:

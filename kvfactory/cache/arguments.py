@@ -6,7 +6,7 @@ The usual case costs a few comparisons; only a refusal looks closer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfactory.backends import AttendExtra
 from kvfactory.errors import BooksError, Problem, SpecError
 from kvfactory.planning.cacheplan import Attention, GroupPlan, Select
-from kvfactory.pools.checks import FLOATS
+from kvfactory.pools.checks import FLOATS, tensor_problem, tensors
 from kvfactory.steps.buffers import StepBuffers
 from kvfactory.steps.step import Step
 
@@ -71,6 +71,8 @@ class Query:
         """
         wrong = list(self._query_problems(q, step))
         if extra is not None and not wrong:
+            given = {"mask": extra.mask, "sinks": extra.sinks, "select": extra.select}
+            tensors(**{name: value for name, value in given.items() if value is not None})
             wrong += self._sink_problems(extra.sinks, step)
             if extra.mask is not None:
                 wrong += self._mask_problems(extra.mask, step)
@@ -85,17 +87,18 @@ class Query:
         Raises:
             SpecError: what they are.
         """
+        if weights is None:
+            return
         shape = (len(step.positions), self.heads)
-        if weights is not None and (
-            weights.shape != shape or weights.dtype not in FLOATS or _elsewhere(weights, step)
-        ):
+        tensors(weights=weights)
+        if weights.shape != shape or weights.dtype not in FLOATS or _elsewhere(weights, step):
             need = f"float {list(shape)} on {step.positions.device}"
             raise SpecError(Problem("weights", _shown(weights), need))
 
     def _query_problems(self, q: Tensor, step: Step) -> Iterator[Problem]:
         shape = (len(step.positions), self.heads, self.dim)
-        if not isinstance(q, Tensor):
-            yield Problem("q", f"a {type(q).__name__}", f"a tensor {list(shape)}")
+        if problem := tensor_problem("q", q):
+            yield replace(problem, need=f"{problem.need} {list(shape)}")
         elif q.shape != shape or q.dtype not in FLOATS or _elsewhere(q, step):
             need = f"float {list(shape)} on {step.positions.device}, for group {self.group.name}"
             yield Problem("q", _shown(q), need)

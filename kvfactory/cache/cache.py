@@ -20,6 +20,7 @@ from kvfactory.cache.handover import receive, regions
 from kvfactory.cache.layerwork import LayerWork
 from kvfactory.cache.parts import Parts
 from kvfactory.cache.retraction import CacheImage, load, offload
+from kvfactory.cache.routing import known_layer
 from kvfactory.cache.stepwork import StepWork
 from kvfactory.planning.cacheplan import GroupPlan
 from kvfactory.pools import Pool, Region
@@ -154,7 +155,7 @@ class Cache:
 
         Raises:
             OutOfPages: too few pages, slots or rows; nothing was taken.
-            BooksError: more tokens than a sequence may have.
+            BooksError: more tokens than a sequence may have, or ``cross_tokens`` and no others.
         """
         return receive(self._parts, self.states, tokens, cross_tokens)
 
@@ -183,6 +184,7 @@ class Cache:
                 shared pages or states to copy that a closed ``gate`` still awaits.
             SpecError: a draft tree where a group keeps one entry for several tokens; or a tensor
                 on the device.
+            BuildError: ``memory=meta``, which stores no steps.
         """
         if parents is not None:
             self._work.check_tree()
@@ -207,6 +209,7 @@ class Cache:
         Raises:
             BooksError: ids outside of their tables, or books that hold something meanwhile.
             SpecError: missing tables, wrong shapes, or more than a step may have.
+            BuildError: as ``extend``.
         """
         batch = ForeignBatch(before, after, tables, rows, states or {}, cross_tokens)
         return self._steps.foreign(batch)
@@ -389,4 +392,4 @@ class Cache:
 
     def groups(self, layer: int) -> tuple[GroupPlan, ...]:
         """The groups that ``layer`` keeps or reads something in."""
-        return tuple(group for group, _ in self.plan.owners.get(layer, ()))
+        return tuple(group for group, _ in self.plan.owners.get(known_layer(layer), ()))

@@ -15,7 +15,7 @@ from kvfactory.backends import AttentionRunner
 from kvfactory.books import StepRecord
 from kvfactory.books.ids import count_of
 from kvfactory.cache.gate import Gates
-from kvfactory.cache.parts import Parts
+from kvfactory.cache.parts import Parts, check_storage
 from kvfactory.errors import BooksError, Problem, SpecError
 from kvfactory.planning.cacheplan import CachePlan
 from kvfactory.steps.buffers import StepBuffers
@@ -188,6 +188,7 @@ class GraphPlace:
 
 def made_graph(parts: Parts, gates: Gates, shape: GraphShape, number: int) -> Graph:
     """Graph ``number`` of a cache: a CUDA graph where its backends can be captured."""
+    check_storage(parts)
     place = GraphPlace(parts.plan, parts.buffers, number, gates)
     runners = parts.runners.values()
     captures = parts.arena.is_cuda and all(runner.capturable for runner in runners)

@@ -17,6 +17,7 @@ from kvfactory.cache.routing import Route, Router
 from kvfactory.errors import BooksError, BuildError, Problem, SpecError, did_you_mean
 from kvfactory.planning.cacheplan import Attention, GroupPlan, Select
 from kvfactory.pools import Write
+from kvfactory.pools.checks import tensors
 from kvfactory.steps.entries import entry_slots
 from kvfactory.steps.step import Step
 
@@ -60,6 +61,7 @@ class LayerWork:
                 need = f"one of {', '.join(known)}"
                 close = did_you_mean(name, known)
                 raise SpecError(Problem(f"write({name}=)", "an unknown row", need, close))
+        tensors(**given)
         writes: list[Write] = []
         routes: list[Route] = []
         if not given.keys().isdisjoint(ATTENTION_ROWS):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfactory.backends import AttentionRunner, SelectRunner
 from kvfactory.books import Books
+from kvfactory.errors import BuildError, Problem
 from kvfactory.planning.cacheplan import CachePlan, GroupPlan
 from kvfactory.pools import Pool, Write
 from kvfactory.steps.buffers import StepBuffers
@@ -46,3 +47,15 @@ class Parts:
         """Groups with their pools, none where the memory stores nothing."""
         if not self.plan.counted_bytes:
             yield from ((group, self.pools[group.name]) for group in self.plan.groups)
+
+
+def check_storage(parts: Parts) -> None:
+    """Refuse steps where not even their own arrays are stored.
+
+    Raises:
+        BuildError: the arena is on ``meta``.
+    """
+    if parts.arena.is_meta:
+        got, need = "meta, which stores no steps either", "memory that has room for steps"
+        fix = "memory=null, which counts what steps take and stores no more than them"
+        raise BuildError(Problem("memory.name", got, need, fix))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvfactory.errors import Problem, SpecError
 from kvfactory.planning.cacheplan import Attention, CachePlan, GroupPlan, Recurrence, Select
 from kvfactory.spec.layers import layer_set
@@ -66,7 +68,7 @@ class Router:
         """The layer whose selection ``layer`` attends over: itself or the last one before it with
         index keys for its group; None where it attends over everything.
         """
-        mine = {route.group.group for route in self._routes.get(layer, [])}
+        mine = {route.group.group for route in self._routes.get(known_layer(layer), [])}
         for owner in range(layer, -1, -1):
             for route in self._routes.get(owner, []):
                 work = route.group.work
@@ -92,7 +94,7 @@ class Router:
         def fits(route: Route) -> bool:
             return isinstance(route.group.work, work) and group in ("", route.group.group)
 
-        mine = self._routes.get(layer, [])
+        mine = self._routes.get(known_layer(layer), [])
         routes = [route for route in mine if fits(route)]
         if len(routes) == 1:
             return routes[0]
@@ -110,6 +112,17 @@ class Router:
         if not layers:
             return "; this model has none" + (" of that name" if group else "")
         return f": {str(layer_set(layers, self._num_layers)).strip('[]')}"
+
+
+def known_layer(layer: int) -> int:
+    """``layer``, if it is a number.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if not isinstance(layer, int | np.integer):
+        raise SpecError(Problem("layer", repr(layer)[:80], "a model layer id"))
+    return int(layer)
 
 
 def _names(routes: Iterable[Route]) -> str:

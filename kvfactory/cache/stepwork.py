@@ -13,7 +13,7 @@ from kvfactory.books import Sequence as SequenceId
 from kvfactory.books.ids import Int64
 from kvfactory.cache.arguments import check_on_host, check_step
 from kvfactory.cache.gate import Gates
-from kvfactory.cache.parts import Parts
+from kvfactory.cache.parts import Parts, check_storage
 from kvfactory.errors import BooksError, Problem
 from kvfactory.states import DeviceCounts, StateStore
 from kvfactory.steps.foreign import ForeignBatch, foreign_record
@@ -35,6 +35,7 @@ class StepWork:
         parents: Sequence[int] | Tensor | None,
     ) -> Step:
         """``Cache.extend``."""
+        check_storage(self._parts)
         check_on_host(new_tokens, "new_tokens")
         check_on_host(parents, "parents")
         counts = new_tokens.tolist() if isinstance(new_tokens, Tensor) else new_tokens
@@ -94,6 +95,7 @@ class StepWork:
 
     def foreign(self, batch: ForeignBatch) -> Step:
         """The step of an engine's own ids; the device tables are the engine's from then on."""
+        check_storage(self._parts)
         record = foreign_record(self._parts.plan, self._parts.books, batch, self._foreign_steps)
         self._foreign_steps += 1
         self._foreign = True

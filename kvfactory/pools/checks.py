@@ -74,18 +74,24 @@ def entries(
 
 
 def tensors(**given: Tensor) -> None:
-    """Refuse what is no tensor.
+    """Refuse what is no tensor, or a sparse one.
 
     Raises:
         SpecError: all such arguments, by name.
     """
-    wrong = [
-        Problem(name, f"a {type(value).__name__}", "a tensor")
-        for name, value in given.items()
-        if not isinstance(value, Tensor)
-    ]
+    wrong = [problem for name, value in given.items() if (problem := tensor_problem(name, value))]
     if wrong:
         raise SpecError(*wrong)
+
+
+def tensor_problem(name: str, value: object) -> Problem | None:
+    """What is wrong if ``value`` is no tensor whose elements lie at strides."""
+    if not isinstance(value, Tensor):
+        return Problem(name, f"a {type(value).__name__}", "a tensor")
+    if value.layout != torch.strided:
+        got = str(value.layout).removeprefix("torch.")
+        return Problem(name, f"a {got} tensor", "a dense one", f"{name}.to_dense()")
+    return None
 
 
 def mask_problems(shape: Sequence[int], mask: Tensor | None) -> tuple[Problem, ...]:

@@ -22,6 +22,8 @@ from kvfactory.planning.cacheplan import CachePlan, StatePlan, TablePlan
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 """Integers on the host: a list, or an array [batch] or [batch, pages]."""
 
+MOST_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class ForeignBatch:
@@ -54,18 +56,24 @@ def foreign_record(plan: CachePlan, books: Books, batch: ForeignBatch, serial: i
     if held:
         need = "books that hold nothing: close, release or reset"
         raise BooksError(Problem("step(tables)", f"held {', '.join(held)}", need))
+    for what, given in (("tables", batch.tables), ("states", batch.states)):
+        if not isinstance(given, Mapping):
+            need = "ids by name"
+            raise SpecError(Problem(f"step({what}=)", f"a {type(given).__name__}", need))
     before, after = int64(batch.before, "step(before=)"), int64(batch.after, "step(after=)")
+    cross = int64(batch.cross_tokens, "step(cross_tokens=)")
     rows = range(1, len(before) + 1) if batch.rows is None else batch.rows
     rows = int64(rows, "step(rows=)")
     wrong = [
         *_shape_problems(plan, batch, len(before)),
+        *_count_problems(plan, before, after, rows, cross),
         *_limit_problems(plan, rows, before, after),
     ]
     if wrong:
         raise SpecError(*wrong)
     counts = after - before
     positions = ranges(before, counts)
-    tables = [_Table(t, batch, rows, before, after) for t in plan.tables]
+    tables = [_Table(t, batch, rows, before, after, cross) for t in plan.tables]
     states = [(s, int64(batch.states[s.name])) for s in plan.states]
     wrong = [problem for table in tables for problem in table.problems()]
     wrong += [problem for state, slots in states for problem in _slot_problems(state, slots)]
@@ -93,13 +101,19 @@ class _Table:
     """One table's part of a foreign step."""
 
     def __init__(
-        self, plan: TablePlan, batch: ForeignBatch, rows: Int64, before: Int64, after: Int64
+        self,
+        plan: TablePlan,
+        batch: ForeignBatch,
+        rows: Int64,
+        before: Int64,
+        after: Int64,
+        cross: Int64,
     ) -> None:
         self.plan, self.rows = plan, rows
         self.encoder = plan.lifetime.name == "encoder"
         self.pages = np.asarray(batch.tables[plan.name]).astype(np.int64)
         if self.encoder:
-            after = int64(batch.cross_tokens)
+            after = cross
             before = np.where(before == 0, 0, after)
         self.before, self.after = before, after
         seen = [plan.lifetime.first_visible(int(position)) for position in before]
@@ -145,7 +159,7 @@ def _shape_of(given: Ids) -> tuple[int, ...] | None:
     """The shape of ids, None for what is no array of integers."""
     try:
         array = np.asarray(given)
-    except ValueError:  # rows of unequal lengths
+    except (TypeError, ValueError):  # rows of unequal lengths, a tensor on a device
         return None
     return array.shape if array.dtype.kind in "iu" or not array.size else None
 
@@ -166,11 +180,20 @@ def _shape_problems(plan: CachePlan, batch: ForeignBatch, size: int) -> Iterator
     for name in (*batch.tables, *batch.states):
         if name not in wanted:
             yield Problem("step(tables)", f"table {name!r}", f"one of {', '.join(wanted)}")
+
+
+def _count_problems(
+    plan: CachePlan, before: Int64, after: Int64, rows: Int64, cross: Int64
+) -> Iterator[Problem]:
+    """Numbers of numbers, and encoder tokens below none."""
+    size = len(before)
     encoders = any(t.lifetime.name == "encoder" for t in plan.tables)
-    if len(batch.cross_tokens) != (size if encoders else 0):
-        got, need = f"{len(batch.cross_tokens)} numbers", str(size if encoders else 0)
+    if len(cross) != (size if encoders else 0):
+        got, need = f"{len(cross)} numbers", str(size if encoders else 0)
         yield Problem("step(cross_tokens)", got, need)
-    if len(batch.after) != size or (batch.rows is not None and len(batch.rows) != size):
+    if (cross < 0).any():
+        yield Problem("step(cross_tokens)", str(cross.tolist()), "numbers from 0 on")
+    if len(after) != size or len(rows) != size:
         yield Problem("step(before, after, rows)", "different lengths", f"{size} of each")
 
 
@@ -184,10 +207,13 @@ def _limit_problems(plan: CachePlan, rows: Int64, before: Int64, after: Int64) -
         need = f"each one once, of 1..{limits.max_requests}"
         yield Problem("step(rows)", str(rows.tolist()), need)
     if len(after) == len(before):
-        new = int((after - before).sum())
+        new = sum(after.tolist()) - sum(before.tolist())  # of Python: int64 wraps around
         if (before < 0).any() or (after < before).any() or new > limits.step_tokens:
             need = f"0 <= before <= after, at most {limits.step_tokens} new tokens in all"
             yield Problem("step(before, after)", f"{new} new tokens", need)
+        elif (after > MOST_TOKENS).any():
+            got = f"{after.max()} tokens of a request"
+            yield Problem("step(after)", got, f"at most {MOST_TOKENS}: lengths are int32")
 
 
 def _slot_problems(state: StatePlan, slots: Int64) -> Iterator[Problem]:

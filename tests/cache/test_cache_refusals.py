@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from refusal_support import FULL, SPEC, all_bytes, inputs, plan_of, refused, small_cache
 
-from kvfactory import Cache, CachePlan, build, compose, plan
-from kvfactory.errors import BooksError, BuildError, KVFactoryError, OutOfMemory, SpecError
+from kvfactory import Cache, build, compose, plan
+from kvfactory.errors import (
+    BooksError,
+    BuildError,
+    KVFactoryError,
+    OutOfMemory,
+    SpecError,
+)
 from kvfactory.spec import Spec
-
-FULL = {"kind": "full", "layers": "0-1", "q_heads": 4, "kv_heads": 2, "head_dim": 32}
-SINKS = FULL | {"layers": "2-2", "sinks": True}
-SPEC = Spec.parse({"model": {"name": "m", "num_layers": 2, "groups": {"full": FULL}}})
 
 
 @pytest.fixture
 def cache() -> Cache:
-    return _cache()
-
-
-def _cache() -> Cache:
-    return build(_plan())
-
-
-def _plan(**changes: Any) -> CachePlan:
-    model = {"name": "m", "num_layers": 3, "groups": {"full": FULL, "sunk": SINKS}}
-    engine = {"prefill_chunk_tokens": 16}
-    parts = {"kv": {"page_tokens": 4}, "workload": {"requests": 4, "tokens": 32}}
-    return plan(Spec.parse({"model": model, "engine": engine, **parts, **changes}))
-
-
-def _inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    k, v = torch.randn(2, tokens, 2, 32, dtype=torch.bfloat16)
-    return torch.randn(tokens, 4, 32, dtype=torch.bfloat16), k, v
-
-
-def _bytes(cache: Cache) -> list[torch.Tensor]:
-    places = [cache.pool(layer) for layer in range(3)]
-    return [view.clone() for pool, at in places for view in pool.views(at).values()]
-
-
-def _refused(
-    cache: Cache, call: Callable[[], object], kind: type[KVFactoryError], text: str
-) -> None:
-    """``call`` raises ``kind`` with ``text`` in it, and the books stay as they are."""
-    before = cache.books.capacity()
-    with pytest.raises(kind) as caught:
-        call()
-    assert text in str(caught.value)
-    assert cache.books.capacity() == before
+    return small_cache()
 
 
 # ---- building ------------------------------------------------------------------------------
@@ -60,11 +30,11 @@ def _refused(
 @pytest.mark.parametrize(("device", "fix"), [("cuda", "device=auto"), ("meta", "device=cpu")])
 def test_a_plan_for_another_device_names_one_that_can_be_chosen(device: str, fix: str) -> None:
     with pytest.raises(BuildError, match=f"which the plan is for; try {fix}$"):
-        build(_plan(), device)
+        build(plan_of(), device)
 
 
 def test_too_little_memory_is_told_from_other_failures() -> None:
-    laid = _plan(kv={"page_tokens": 4096}, memory={"budget": 2**48})
+    laid = plan_of(kv={"page_tokens": 4096}, memory={"budget": 2**48})
     with pytest.raises(OutOfMemory, match=r"a smaller memory\.budget"):
         build(laid)
 
@@ -87,10 +57,10 @@ def test_each_door_names_the_one_before_it(call: Any, text: str) -> None:
 def test_images_are_what_offload_returned(cache: Cache) -> None:
     one = cache.open()
     wrong: Any = one
-    _refused(cache, lambda: cache.load(wrong), SpecError, "image: got a list, need the image that")
+    refused(cache, lambda: cache.load(wrong), SpecError, "image: got a list, need the image that")
     wrong = one[0]
     text = "need a list of handles, as open() returns them"
-    _refused(cache, lambda: cache.offload(wrong), BooksError, text)
+    refused(cache, lambda: cache.offload(wrong), BooksError, text)
 
 
 # ---- layers --------------------------------------------------------------------------------
@@ -113,17 +83,17 @@ def test_layers_are_the_models_and_of_the_group(
     cache: Cache, layer: int, group: str, text: str
 ) -> None:
     step = cache.extend(cache.open(), 5)
-    q, k, v = _inputs(5)
-    _refused(cache, lambda: cache.attend(layer, q, k, v, step, group=group), SpecError, text)
-    _refused(cache, lambda: cache.write(layer, step, k=k, v=v, group=group), SpecError, text)
+    q, k, v = inputs(5)
+    refused(cache, lambda: cache.attend(layer, q, k, v, step, group=group), SpecError, text)
+    refused(cache, lambda: cache.write(layer, step, k=k, v=v, group=group), SpecError, text)
 
 
 def test_what_no_layer_keeps_is_named(cache: Cache) -> None:
     step = cache.extend(cache.open(), 5)
     text = "layer: got 0, which is in full, need a layer of a {} group; this model has none"
     call: Any = lambda: cache.select(0, Q, None, step)  # noqa: E731
-    _refused(cache, call, SpecError, text.format("sparse_index"))
-    _refused(cache, lambda: cache.state(0, step), SpecError, text.format("linear"))
+    refused(cache, call, SpecError, text.format("sparse_index"))
+    refused(cache, lambda: cache.state(0, step), SpecError, text.format("linear"))
 
 
 # ---- the books -----------------------------------------------------------------------------
@@ -133,8 +103,8 @@ def test_what_no_layer_keeps_is_named(cache: Cache) -> None:
 def test_counts_are_whole_numbers(cache: Cache, count: Any) -> None:
     """A count of -1 once took a row from under an open sequence."""
     (sequence,) = cache.open()
-    _refused(cache, lambda: cache.open(count), BooksError, "count: got ")
-    _refused(cache, lambda: cache.fork(sequence, count), BooksError, "count: got ")
+    refused(cache, lambda: cache.open(count), BooksError, "count: got ")
+    refused(cache, lambda: cache.fork(sequence, count), BooksError, "count: got ")
     assert cache.books.capacity()["requests"].held == 1
 
 
@@ -155,21 +125,21 @@ def test_counts_are_whole_numbers(cache: Cache, count: Any) -> None:
 )
 def test_new_tokens_are_whole_numbers(cache: Cache, new_tokens: Any) -> None:
     pair = cache.open(2)
-    _refused(cache, lambda: cache.extend(pair, new_tokens), BooksError, "new_tokens: got ")
+    refused(cache, lambda: cache.extend(pair, new_tokens), BooksError, "new_tokens: got ")
 
 
 @pytest.mark.parametrize("new_tokens", [10**12, [10**12, 1], [2**31, 2**31]])
 def test_a_step_of_too_many_tokens_takes_no_memory(cache: Cache, new_tokens: Any) -> None:
     pair = cache.open(2)
-    _refused(cache, lambda: cache.extend(pair, new_tokens), BooksError, "need at most 20 in a step")
+    refused(cache, lambda: cache.extend(pair, new_tokens), BooksError, "need at most 20 in a step")
 
 
 def test_numbers_of_a_step_are_taken_from_the_host(cache: Cache) -> None:
     sequences, there = cache.open(2), torch.ones(2, dtype=torch.int64, device="meta")
     text = "got a tensor on meta, need integers on the host; try "
     extend = cache.extend
-    _refused(cache, lambda: extend(sequences, there), SpecError, f"{text}new_tokens.cpu()")
-    _refused(cache, lambda: extend(sequences, 1, there), SpecError, f"{text}parents.cpu()")
+    refused(cache, lambda: extend(sequences, there), SpecError, f"{text}new_tokens.cpu()")
+    refused(cache, lambda: extend(sequences, 1, there), SpecError, f"{text}parents.cpu()")
     step = extend(sequences, torch.tensor([3, 1]), torch.tensor([-1, 0, 0, -1]))
     assert step.positions.tolist() == [0, 1, 1, 0]
 
@@ -177,7 +147,7 @@ def test_numbers_of_a_step_are_taken_from_the_host(cache: Cache) -> None:
 @pytest.mark.parametrize("parents", [["a"], [None], [1.5], [[-1]], [10**30], "x"])
 def test_parents_are_whole_numbers(cache: Cache, parents: Any) -> None:
     one = cache.open()
-    _refused(cache, lambda: cache.extend(one, 1, parents), BooksError, "parents: got ")
+    refused(cache, lambda: cache.extend(one, 1, parents), BooksError, "parents: got ")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +156,7 @@ def test_parents_are_whole_numbers(cache: Cache, parents: Any) -> None:
 def test_accepted_are_counts_or_paths(cache: Cache, accepted: Any) -> None:
     pair = cache.open(2)
     step = cache.extend(pair, [3, 2])
-    _refused(cache, lambda: cache.commit(step, accepted), BooksError, "accepted: got ")
+    refused(cache, lambda: cache.commit(step, accepted), BooksError, "accepted: got ")
     assert cache.commit(step, [2, 0]).accepted is not None
 
 
@@ -194,7 +164,7 @@ def test_handles_are_what_open_returned(cache: Cache) -> None:
     (one,) = cache.open()
     wrongs: list[Any] = [one, [None], [1], None, [(1,)], "ab"]
     for wrong in wrongs:
-        _refused(cache, lambda given=wrong: cache.close(given), BooksError, "sequences")  # type: ignore[misc]
+        refused(cache, lambda given=wrong: cache.close(given), BooksError, "sequences")  # type: ignore[misc]
     cache.close([one])
 
 
@@ -203,9 +173,9 @@ def test_segments_are_what_hold_returned(cache: Cache) -> None:
     cache.commit(cache.extend([one], 8))
     wrongs: list[Any] = [3, [None]]
     for wrong in wrongs:
-        _refused(cache, lambda given=wrong: cache.open(1, given), BooksError, "prefix")  # type: ignore[misc]
-    _refused(cache, lambda: cache.release(None), BooksError, "a NoneType")  # type: ignore[arg-type]
-    _refused(cache, lambda: cache.hold(one, 1.5), BooksError, "tokens: got 1.5")  # type: ignore[arg-type]
+        refused(cache, lambda given=wrong: cache.open(1, given), BooksError, "prefix")  # type: ignore[misc]
+    refused(cache, lambda: cache.release(None), BooksError, "a NoneType")  # type: ignore[arg-type]
+    refused(cache, lambda: cache.hold(one, 1.5), BooksError, "tokens: got 1.5")  # type: ignore[arg-type]
     cache.release(cache.hold(one, 8))
 
 
@@ -213,10 +183,10 @@ def test_segments_are_what_hold_returned(cache: Cache) -> None:
 
 
 def test_a_step_of_another_cache_is_refused(cache: Cache) -> None:
-    other = _cache()
+    other = small_cache()
     steps = [one.extend(one.open(2), [3, 2]) for one in (cache, other)]
-    q, k, v = _inputs(5)
-    before = _bytes(cache)
+    q, k, v = inputs(5)
+    before = all_bytes(cache)
     wrong = steps[1]
     graph = cache.graph(batch=2, total=5, tokens=1)
     for call in (
@@ -225,8 +195,8 @@ def test_a_step_of_another_cache_is_refused(cache: Cache) -> None:
         lambda: cache.commit(wrong),
         lambda: cache.fill(graph, wrong),
     ):
-        _refused(cache, call, BooksError, "step: got a step of another cache")
-    assert all(map(torch.equal, before, _bytes(cache)))
+        refused(cache, call, BooksError, "step: got a step of another cache")
+    assert all(map(torch.equal, before, all_bytes(cache)))
     cache.attend(0, q, k, v, steps[0])
 
 
@@ -236,17 +206,17 @@ def test_a_step_whose_place_is_taken_is_refused(cache: Cache) -> None:
     cache.commit(old)
     for _ in range(2):
         cache.commit(cache.extend(one, 1))
-    q, k, v = _inputs(1)
-    before = _bytes(cache)
-    _refused(cache, lambda: cache.attend(0, q, k, v, old), BooksError, "a later step has taken")
-    assert all(map(torch.equal, before, _bytes(cache)))
+    q, k, v = inputs(1)
+    before = all_bytes(cache)
+    refused(cache, lambda: cache.attend(0, q, k, v, old), BooksError, "a later step has taken")
+    assert all(map(torch.equal, before, all_bytes(cache)))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "step"])
 def test_what_is_no_step(cache: Cache, wrong: Any) -> None:
-    q, k, v = _inputs(1)
-    _refused(cache, lambda: cache.attend(0, q, k, v, wrong), BooksError, "step: got a ")
-    _refused(cache, lambda: cache.commit(wrong), BooksError, "step: got a ")
+    q, k, v = inputs(1)
+    refused(cache, lambda: cache.attend(0, q, k, v, wrong), BooksError, "step: got a ")
+    refused(cache, lambda: cache.commit(wrong), BooksError, "step: got a ")
 
 
 # ---- attention -------------------------------------------------------------------------------
@@ -273,10 +243,10 @@ Q = torch.zeros(5, 4, 32, dtype=torch.bfloat16)
 )
 def test_queries_fit_the_step_before_anything_is_written(cache: Cache, q: Any) -> None:
     step = cache.extend(cache.open(2), [3, 2])
-    _, k, v = _inputs(5)
-    before = _bytes(cache)
-    _refused(cache, lambda: cache.attend(0, q, k, v, step), SpecError, "q: got ")
-    assert all(map(torch.equal, before, _bytes(cache)))
+    _, k, v = inputs(5)
+    before = all_bytes(cache)
+    refused(cache, lambda: cache.attend(0, q, k, v, step), SpecError, "q: got ")
+    assert all(map(torch.equal, before, all_bytes(cache)))
 
 
 @pytest.mark.parametrize(
@@ -292,30 +262,64 @@ def test_queries_fit_the_step_before_anything_is_written(cache: Cache, q: Any) -
 )
 def test_what_comes_with_a_query_fits(cache: Cache, layer: int, extra: Any, text: str) -> None:
     step = cache.extend(cache.open(2), [3, 2])
-    q, k, v = _inputs(5)
-    before = _bytes(cache)
-    _refused(cache, lambda: cache.attend(layer, q, k, v, step, **extra), SpecError, text)
-    assert all(map(torch.equal, before, _bytes(cache)))
+    q, k, v = inputs(5)
+    before = all_bytes(cache)
+    refused(cache, lambda: cache.attend(layer, q, k, v, step, **extra), SpecError, text)
+    assert all(map(torch.equal, before, all_bytes(cache)))
 
 
 def test_a_value_without_its_key_is_not_dropped(cache: Cache) -> None:
     step = cache.extend(cache.open(), 5)
-    q, _, v = _inputs(5)
-    _refused(cache, lambda: cache.attend(0, q, None, v, step), SpecError, "k and v, or neither")
+    q, _, v = inputs(5)
+    refused(cache, lambda: cache.attend(0, q, None, v, step), SpecError, "k and v, or neither")
 
 
 # ---- gates, graphs, foreign steps --------------------------------------------------------------
 
 
 def test_gates_and_graphs_of_what_there_is(cache: Cache) -> None:
-    _refused(cache, lambda: cache.gate([9]), SpecError, "gate(layers): got 9")
-    _refused(cache, lambda: cache.gate([0]).open(1), SpecError, "need a layer of the gate: 0")
-    _refused(cache, lambda: cache.graph(batch=1.5), BooksError, "graph(batch=): got 1.5")  # type: ignore[arg-type]
+    refused(cache, lambda: cache.gate([9]), SpecError, "gate(layers): got 9")
+    refused(cache, lambda: cache.gate([0]).open(1), SpecError, "need a layer of the gate: 0")
+    refused(cache, lambda: cache.graph(batch=1.5), BooksError, "graph(batch=): got 1.5")  # type: ignore[arg-type]
     with pytest.raises(SpecError) as caught:
         cache.graph(batch=0)
     assert "max_requests=0" not in str(caught.value)
     graph = cache.graph(batch=1)
-    _refused(cache, graph.replay, BooksError, "need capture(run) before it")
+    refused(cache, graph.replay, BooksError, "need capture(run) before it")
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"), [("tables", None), ("tables", [1]), ("states", 5), ("cross_tokens", 5)]
+)
+def test_foreign_ids_come_by_name(cache: Cache, argument: str, wrong: Any) -> None:
+    given = {"tables": {"full": [[1]]}, "before": [0], "after": [1], argument: wrong}
+    refused(cache, lambda: cache.step(**given), KVFactoryError, f"step({argument}=): got ")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ([0] * 4, [2**62] * 4, "got 18446744073709551616 new tokens"),
+        ([0] * 2, [2**63 - 1] * 2, "new tokens"),
+        ([-(2**63)], [2**63 - 1], "new tokens"),
+        ([2**31], [2**31], "lengths are int32"),
+    ],
+)
+def test_foreign_lengths_do_not_wrap_around(
+    cache: Cache, before: list[int], after: list[int], text: str
+) -> None:
+    tables = {table.name: [[1, 2, 3]] * len(before) for table in cache.plan.tables}
+    refused(cache, lambda: cache.step(tables, before, after), SpecError, text)
+
+
+def test_foreign_encoder_tokens_are_counted_from_0() -> None:
+    cross = {**FULL, "kind": "cross", "layers": "1-1", "encoder_tokens": 8}
+    model = {"name": "m", "num_layers": 2, "groups": {"full": FULL | {"layers": [0]}, "x": cross}}
+    cache = build(plan_of(model=model))
+    tables = {table.name: [[1, 2]] for table in cache.plan.tables}
+    call = lambda: cache.step(tables, [0], [1], cross_tokens=[-1])  # noqa: E731
+    refused(cache, call, SpecError, "step(cross_tokens): got [-1]")
+    cache.step(tables, [0], [1], cross_tokens=[8])
 
 
 @pytest.mark.parametrize(
@@ -323,7 +327,7 @@ def test_gates_and_graphs_of_what_there_is(cache: Cache) -> None:
 )
 def test_foreign_page_ids_are_integers(cache: Cache, pages: Any) -> None:
     tables = {"full": pages}
-    _refused(cache, lambda: cache.step(tables, [0], [1]), KVFactoryError, "step(tables['full'])")
+    refused(cache, lambda: cache.step(tables, [0], [1]), KVFactoryError, "step(tables['full'])")
 
 
 def test_foreign_lengths_are_integers(cache: Cache) -> None:
@@ -343,7 +347,7 @@ def test_a_graph_replays_only_what_it_was_filled_with(cache: Cache) -> None:
     for graph, step in zip(graphs, steps, strict=True):
         cache.fill(graph, step)
     assert graphs[1].replay() == steps[1].host.rows.tolist()
-    _refused(cache, graphs[0].replay, BooksError, "replay(): got arrays of another graph's step")
+    refused(cache, graphs[0].replay, BooksError, "replay(): got arrays of another graph's step")
     cache.fill(graphs[0], steps[0])
     assert graphs[0].replay() == steps[0].host.rows.tolist()
     cache.fill(graphs[1], steps[0])  # a step in graphs of its pieces, all of one shape
@@ -363,7 +367,7 @@ def test_a_refused_fill_leaves_the_one_before(cache: Cache) -> None:
 
 def test_graphs_are_of_their_own_cache_and_of_functions(cache: Cache) -> None:
     step = cache.extend(cache.open(), 1)
-    others = _cache()
+    others = small_cache()
     for graph, got in ((others.graph(batch=1), "one of another cache"), (None, "a NoneType")):
         with pytest.raises(SpecError, match=rf"fill\(graph\): got {got}"):
             cache.fill(graph, step)  # type: ignore[arg-type]
