@@ -69,11 +69,8 @@ class Books:
         """
         count = count_of(count, "count")
         row, ledger = self._row(sequence), self._ledger
-        tokens = int(ledger.requests.committed[row])
         checks.fork(ledger, row, self._flights.awaits(row))
-        rows = ledger.admit(count, (ledger.view(row, 0, tokens),), _NONE)
-        ledger.requests.expose(row)
-        return ledger.requests.handles(rows)
+        return ledger.requests.handles(ledger.fork(row, count))
 
     def close(self, sequences: abc.Sequence[Sequence]) -> None:
         """Close sequences: their handles are stale at once, their pages and slots return.
@@ -112,7 +109,8 @@ class Books:
         Raises:
             OutOfPages: a problem for each table that is short; nothing is taken.
             BooksError: stale handles, more tokens than a step may have, sequences past the end
-                of their row, malformed trees, or too many steps in flight.
+                of their row, malformed trees, trees whose states are not all kept, or too many
+                steps in flight.
         """
         self.settle()
         self._flights.check_room()
@@ -120,6 +118,8 @@ class Books:
         batch = requests.batch(sequences, new_tokens, self.shape.step_tokens)
         tree = None if parents is None else int64(parents, "parents")
         depths = None if tree is None else depths_of(batch, tree)
+        if depths is not None and self.shape.states:
+            checks.forks(batch, depths, self.shape.states[0].tree_nodes)
         prefix = requests.reserved[batch.rows]
         lengths = prefix + batch.counts
         if requests.may_pass(ledger.row_tokens, batch):
@@ -194,7 +194,8 @@ class Books:
         Without an open step that is the state as it is, and its copy is due as those of ``hold``.
         Of an open step whoever computes it writes the state there; if any token of the step is
         rejected, states beyond the committed tokens are forgotten. ``tokens`` default to the
-        committed ones.
+        committed ones, and one position has one slot. Copies that were due before must be made
+        (``copies``) before the slot is written.
 
         Raises:
             OutOfPages: a lazy slot is needed and there is none; nothing is taken.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -92,6 +93,18 @@ class Ledger:
                 encoder.adopt(rows, prefix[-1].parts[name], prefix[-1].cross_tokens)
         for name, state in self.states.items():
             state.assign(rows, prefix[-1].slots[name] if prefix else SINK)
+        return rows
+
+    def fork(self, row: int, count: int) -> Rows:
+        """Open rows with the committed tokens and the state of ``row``.
+
+        Raises:
+            OutOfPages: rows or state slots are short; nothing is taken then.
+        """
+        view = self.view(row, 0, int(self.requests.committed[row]))
+        places = {name: state.place(row) for name, state in self.states.items()}
+        rows = self.admit(count, (replace(view, slots=places),), np.zeros(0, np.int64))
+        self.requests.expose(row)
         return rows
 
     def inherit(self, segment: Segment) -> Rows:

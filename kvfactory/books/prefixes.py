@@ -29,7 +29,7 @@ def track(ledger: Ledger, row: int, tokens: int | None) -> dict[str, int]:
     committed = int(ledger.requests.committed[row])
     tokens = committed if tokens is None else tokens
     checks.track(ledger, row, tokens)
-    require(*((s.slots, s.tracking.missing(row)) for s in ledger.states.values()))
+    require(*((s.slots, s.tracking.missing(row, tokens)) for s in ledger.states.values()))
     here = tokens == committed
     return {name: state.track(row, tokens, here) for name, state in ledger.states.items()}
 

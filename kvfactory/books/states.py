@@ -16,7 +16,8 @@ class StateTable:
 
     A *place* is where a state may lie: a state slot or, from ``num_slots`` on, a checkpoint. A
     copy is named by its destination and remembers the first source of its bytes, so that all of
-    them can be made at once however long the chain of forks behind them is.
+    them can be made at once however long the chain of forks behind them is. The source may be
+    free by then, or the destination of another copy: all are read before any is written.
     """
 
     def __init__(self, shape: StateShape, num_rows: int) -> None:
@@ -41,7 +42,7 @@ class StateTable:
     # ---- rows --------------------------------------------------------------------------
 
     def assign(self, rows: Rows, source: int = SINK) -> None:
-        """Slots for each row: fresh, or a copy of place ``source``. The caller asked for room."""
+        """Slots for each row: fresh, or a copy of held ``source``. The caller asked for room."""
         self.slot[rows] = taken = self.slots.take(len(rows))
         self.tracking.assign(rows, self.slots)
         self._fresh[rows] = source == SINK
@@ -53,10 +54,14 @@ class StateTable:
         self.slot[row] = slot
         self.tracking.assign(np.array([row]), self.slots)
 
+    def place(self, row: int) -> int:
+        """The slot of ``row``, into which a copy may be due: the sink where there is no state."""
+        return SINK if self._fresh[row] else int(self.slot[row])
+
     def source(self, row: int) -> int:
-        """The place of the state of ``row``: the sink where there is none yet."""
-        slot = int(self.slot[row])
-        return SINK if self._fresh[row] else self._sources.get(slot, slot)
+        """Where the state of ``row`` lies now, whoever holds that place: the sink for none yet."""
+        place = self.place(row)
+        return self._sources.get(place, place)
 
     def track(self, row: int, tokens: int, copied: bool) -> int:
         """The tracking slot for the state after ``tokens`` tokens, ``copied`` or yet to be made."""
@@ -107,6 +112,7 @@ class StateTable:
             self.checkpoints.give(np.array([place - self.shape.num_slots]))
             self._sources.pop(place, None)
             return
+        self._sources.pop(place, None)  # what is there is what an heir waits for
         heirs = [heir for heir, source in self._sources.items() if source == place]
         for row in np.isin(self.slot, heirs).nonzero()[0][:1]:
             self.slot[row], place = place, int(self.slot[row])
@@ -138,5 +144,6 @@ class StateTable:
         return np.array(list(self._sources.values()), np.int64)
 
     def _copy(self, source: int, places: Int64) -> None:
+        """Note copies of held ``source``: what is there now, or will be when its copy is made."""
         origin = self._sources.get(source, source)
         self._sources.update(dict.fromkeys(places.tolist(), origin))

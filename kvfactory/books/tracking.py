@@ -28,19 +28,23 @@ class Tracking:
         taken = allocator.take(len(rows) * self.eager)
         self.slots[rows, : self.eager] = taken.reshape(len(rows), self.eager)
 
-    def turn(self, row: int) -> int:
-        """The column to write next: an empty one, else the oldest; a slot that is there first."""
-        columns = range(self.slots.shape[1])
-        missing = self.slots[row] == SINK
-        return min(columns, key=lambda column: (self.tokens[row, column], missing[column]))
+    def turn(self, row: int, tokens: int) -> int:
+        """The column for the state after ``tokens`` tokens.
 
-    def missing(self, row: int) -> int:
-        """Slots that the next turn has to take: 0 or 1."""
-        return int(self.slots[row, self.turn(row)] == SINK)
+        The one that has it already, else an empty one, else the oldest; a slot that is there
+        comes first.
+        """
+        own, missing = self.tokens[row], self.slots[row] == SINK
+        columns = range(len(own))
+        return min(columns, key=lambda n: (own[n] != tokens, own[n], missing[n]))
+
+    def missing(self, row: int, tokens: int) -> int:
+        """Slots that ``write`` has to take: 0 or 1."""
+        return int(self.slots[row, self.turn(row, tokens)] == SINK)
 
     def write(self, row: int, tokens: int, allocator: Allocator) -> int:
         """The slot for the state after ``tokens`` tokens. The caller asked for room."""
-        column = self.turn(row)
+        column = self.turn(row, tokens)
         if self.slots[row, column] == SINK:
             self.slots[row, column] = allocator.take(1)[0]
         self.tokens[row, column] = tokens

@@ -284,12 +284,16 @@ class StateStore:
     def track(self, sequence: SequenceId, tokens: int | None = None) -> dict[str, int]:
         """``Books.track`` of a flushed state, or of one that a layer of an open step writes.
 
+        The layer may write at once: copies that are due out of the slots are made before.
+
         Raises:
             OutOfPages, BooksError: as ``Books.track``; or a ring that is not empty.
         """
-        if tokens is None:
+        if tokens is None or tokens == self._books.committed([sequence])[0]:
             self.check_flushed(sequence)
         slots = self._books.track(sequence, tokens)
+        if tokens is not None:
+            self.copy_due()
         for table, slot in slots.items() if tokens is not None else ():
             self._empty_rings(table, np.array([slot]))
         return slots
