@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -128,7 +128,7 @@ class Gates:
         """Dismiss all of them."""
         for gate in self._gates:
             gate.dismiss()
-        self._gates = []
+        self._gates.clear()
 
     def wait(self, layers: Iterable[int]) -> None:
         """Wait, in the order of the current stream, for what is still being loaded to ``layers``.
@@ -137,9 +137,11 @@ class Gates:
             BuildError: a load that failed.
         """
         if self._gates and not self._ignored:
-            self._gates = [gate for gate in self._gates if not gate.done]
+            for gate in [gate for gate in self._gates if gate.done]:
+                with suppress(ValueError):  # another thread was first; one may be adding a gate
+                    self._gates.remove(gate)
             for layer in layers if self._gates else ():
-                for gate in self._gates:
+                for gate in tuple(self._gates):
                     gate.wait(layer)
 
     @contextmanager

@@ -71,7 +71,7 @@ def test_what_the_device_makes_is_what_the_books_say() -> None:
 
 def check_agreement(parts: dict[str, Any]) -> None:
     """Prefills, decodes, trees, encoders, forks and closed rows; then graphs padded on the sink."""
-    cache = cache_of(TABLES, engine={"draft_tokens": 3}, **parts)
+    cache = cache_of(TABLES, engine={"draft_tokens": 3, "draft_tree": True}, **parts)
     a, b, c = cache.open(3, cross_tokens=[5, 12, 7])
     for sequences, counts in (([a, b], [21, 3]), ([b, c, a], [9, 1, 0]), ([c, b, a], 1)):
         step = cache.extend(sequences, counts)
