@@ -25,7 +25,9 @@ from kvfactory.quant import Constant
 SOURCES = {"k": ("k",), "v": ("v",), "latent": ("k", "v"), "rope": ("k",)}
 """Which scales a tensor takes. A latent is K and V at once, so its two scales must be one."""
 
-_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)*(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)$")
+_NAME = re.compile(
+    r"(?:^|\.)layers\.(\d{1,9})\.(?:\w+\.)*(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)$"
+)
 _FP8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
 Scale = NDArray[np.float32]
@@ -159,7 +161,10 @@ def _scales(file: Path, prefix: str) -> Iterator[tuple[str, int, str, Scale]]:
                 match = _NAME.search(name) if name.startswith(prefix) else None
                 if match:
                     layer, scaled, projected = match.groups()
-                    scale: Scale = opened.get_tensor(name).float().numpy()
+                    read = opened.get_tensor(name)
+                    if read.is_complex():
+                        raise SpecError(Problem(f"{file}: {name}", str(read.dtype), "real scales"))
+                    scale: Scale = read.float().numpy()
                     value = scale.reshape(()) if scale.size == 1 else scale
                     yield name, int(layer), scaled or projected, value
     except (OSError, SafetensorError) as error:
@@ -184,7 +189,7 @@ def _from_json(path: Path, tp_rank: int) -> Found:
                 for layer, scale in scales.items()
                 for part in ("k", "v")
             }
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         place = f"{path}: kv_cache.scaling_factor.{tp_rank}"
         raise SpecError(Problem(place, str(error), "layer -> scale")) from None
 

@@ -7,6 +7,7 @@ at build.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,22 +111,23 @@ def calibrate(
 
     Raises:
         SpecError: a tensor without codec or rows, one that is zero throughout or not finite, or
-            ``headroom`` below 1.
+            ``headroom`` below 1 or infinite; scales that float32 cannot hold.
     """
     problems: list[Problem] = []
-    if not headroom >= 1:
-        problems.append(
-            Problem("headroom", f"{headroom}", "1 or more: less saturates what was seen")
-        )
+    if not 1 <= headroom < math.inf:
+        need = "1 or more, and finite: less saturates what was seen"
+        problems.append(Problem("headroom", f"{headroom}", need))
     values: dict[Key, NDArray[np.float32]] = {}
+    required: dict[Key, Constant] = {}
     for layer, tensors in observed.items():
         for name, x in tensors.items():
             place = f"observed[{layer}][{name!r}]"
             found = _unusable(name, x, codecs, place)
             problems += found
             if not found:
-                fitted = _fit(name, x, codecs[name], headroom)
-                values |= {Key(layer, name, constant): value for constant, value in fitted}
+                for constant, value in _fit(name, x.detach(), codecs[name], headroom):
+                    key = Key(layer, name, constant.name)
+                    values[key], required[key] = value, constant
     seen = {name for tensors in observed.values() for name in tensors}
     problems += [
         Problem(f"codecs[{name!r}]", "no observation", "keys and values of at least one layer")
@@ -134,7 +136,9 @@ def calibrate(
     ]
     if problems:
         raise SpecError(*problems)
-    return Constants(values)
+    fitted = Constants(values)
+    fitted.check(required, "observed")
+    return fitted
 
 
 def _unusable(name: str, x: Tensor, codecs: Mapping[str, Codec], place: str) -> list[Problem]:
@@ -151,8 +155,8 @@ def _unusable(name: str, x: Tensor, codecs: Mapping[str, Codec], place: str) -> 
 
 def _fit(
     name: str, x: Tensor, codec: Codec, headroom: float
-) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """(constant name, calibrated value), centers first: scales fit what they leave."""
+) -> Iterator[tuple[Constant, NDArray[np.float32]]]:
+    """(constant, calibrated value), centers first: scales fit what they leave."""
     axes = (("head", x.shape[-2]), ("dim", x.shape[-1]))
     constants = codec.constants(Logical(name, name, axes, "float32"))
     rows = x.double().flatten(0, -3)
@@ -166,7 +170,7 @@ def _fit(
             value = rows.abs().amax(reduced)
             # A head that was never active gets the range of the others, not a scale of zero.
             value = value.where(value > 0, value.max()) * headroom
-        yield constant.name, (value / constant.full_scale).float().cpu().numpy()
+        yield constant, (value / constant.full_scale).float().cpu().numpy()
 
 
 def is_ours(path: Path) -> bool:
@@ -195,7 +199,10 @@ def _read(path: Path) -> dict[str, NDArray[np.float32]]:
     with safe_open(path, framework="numpy") as file, np.errstate(over="ignore"):
         for name in file.keys():
             try:
-                found[name] = file.get_tensor(name).astype(np.float32)
+                value = file.get_tensor(name)
+                if np.iscomplexobj(value):
+                    raise SpecError(Problem(f"{path}: {name}", f"{value.dtype}", "float32"))
+                found[name] = value.astype(np.float32)
             except (TypeError, AttributeError):  # numpy has no such type
                 got = file.get_slice(name).get_dtype()
                 raise SpecError(Problem(f"{path}: {name}", got, "float32")) from None

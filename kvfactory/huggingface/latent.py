@@ -33,7 +33,8 @@ def rope_magnitude(config: Fields) -> float:
     rope = config.part(config.given(("rope_parameters", "rope_scaling")))
     kind = rope.text(rope.given(("rope_type", "type")), default="default")
     weight = rope.values.get("mscale_all_dim")
-    if kind == "default" or not weight:
+    off = weight is None or (type(weight) in (int, float) and weight == 0)
+    if kind == "default" or off:
         return 1.0
     weight, factor = rope.number("mscale_all_dim"), rope.number("factor")
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -5,8 +5,8 @@ Two public formats, told apart by their first character:
 - CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure LLM inference traces);
   timestamps are ISO 8601 or seconds.
 - JSON lines with ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and, where
-  prompts share beginnings, ``hash_ids``: one id for each 512 tokens, equal where these and all
-  before them are equal (Mooncake traces).
+  prompts share beginnings, ``hash_ids`` in every line: one id for each 512 tokens, equal where
+  these and all before them are equal (Mooncake traces).
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def read_trace(path: str | None) -> Trace:
     text = _text(path)
     lines = list(_jsonl(text) if text.lstrip()[:1] == "{" else _csv(text))
     _check_order(lines)
+    _check_blocks(lines)
     first = lines[0].time_ms
     blocks = [line.blocks for line in lines]
     return Trace(
@@ -122,6 +123,14 @@ def _check_order(lines: Sequence[_Line]) -> None:
             got = f"line {line.number}, {early:g} s earlier than line {before.number}"
             need = "lines in the order of their timestamps"
             raise SpecError(Problem(PATH, got, need, "a trace sorted by timestamp"))
+
+
+def _check_blocks(lines: Sequence[_Line]) -> None:
+    """Either every request says what its prompt shares with others, or none does."""
+    without = [line.number for line in lines if line.blocks is None]
+    if 0 < len(without) < len(lines):
+        got = f"line {without[0]} without hash_ids, which other lines have"
+        raise SpecError(Problem(PATH, got, "hash_ids in every line or in none"))
 
 
 def _parsed(
@@ -192,17 +201,18 @@ def _number(column: str, text: str) -> int:
 
 
 def _time_ms(text: str) -> float:
+    """Milliseconds; a number is seconds, even one whose digits could be those of a date."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if abs(seconds * 1e3) <= MOST_MS:
+        return seconds * 1e3
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = math.nan
-        if not abs(seconds * 1e3) <= MOST_MS:
-            need = "a date and time such as 2023-11-16 18:15:46.68, or seconds"
-            raise _BadLineError(f"column TIMESTAMP: {text!r}", need) from None
-        return seconds * 1e3
+        need = "a date and time such as 2023-11-16 18:15:46.68, or seconds"
+        raise _BadLineError(f"column TIMESTAMP: {text!r}", need) from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return moment.timestamp() * 1e3

@@ -163,3 +163,30 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     save_file({"layers.0.k.scale": np.ones((), np.float32)}, path)
     with pytest.raises(SpecError, match="from_checkpoint"):
         Constants.load(path, required())
+
+
+def test_what_training_leaves_behind_can_be_observed() -> None:
+    seen = {0: {name: x.requires_grad_() for name, x in observed()[0].items()}}
+    expected = calibrate({0: observed()[0]}, codecs())
+    for key, value in calibrate(seen, codecs()).values.items():
+        assert np.array_equal(value, expected.values[key])
+
+
+def test_scales_that_float32_cannot_hold_are_refused() -> None:
+    seen = {0: {"v": torch.full((1, 2, 32), 1e-44)}}
+    with pytest.raises(SpecError, match=r"observed: layers\.0\.v\.\w+: got 0\.0, need positive"):
+        calibrate(seen, {"v": codecs()["v"]})
+    with pytest.raises(SpecError, match="headroom: got inf"):
+        calibrate(observed(), codecs(), headroom=float("inf"))
+    with pytest.raises(SpecError, match="got inf, need finite values"):
+        calibrate(observed(), codecs(), headroom=1e300)
+
+
+def test_complex_constants_are_refused(constants: Constants, tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    constants.save(path)
+    arrays = load_file(path)
+    arrays["layers.0.v.global_scale"] = arrays["layers.0.v.global_scale"].astype(np.complex64)
+    save_file(arrays, path, metadata={"format": "kvfactory.constants.1"})
+    with pytest.raises(SpecError, match="got complex64, need float32"):
+        Constants.load(path, required())

@@ -133,6 +133,9 @@ def test_malformed_files(tmp_path: Path) -> None:
     path = write_json(tmp_path / "kv.json", dtype="float8_e4m3fn", scaling_factor={"0": {"0": "x"}})
     with pytest.raises(SpecError, match="need layer -> scale"):
         from_checkpoint(path, [0])
+    write_json(path, dtype="float8_e4m3fn", scaling_factor={"0": {"0": 10**400}})
+    with pytest.raises(SpecError, match="need layer -> scale"):
+        from_checkpoint(path, [0])
     path.write_text("[1, 2]")
     with pytest.raises(SpecError, match="kv_cache: got None, need a mapping"):
         from_checkpoint(path, [0])
@@ -142,3 +145,13 @@ def test_malformed_files(tmp_path: Path) -> None:
     for name in ("missing.json", "missing.safetensors", ""):
         with pytest.raises(SpecError):
             from_checkpoint(tmp_path / name, [0])
+
+
+def test_layers_without_end_and_complex_scales(tmp_path: Path) -> None:
+    endless = f"model.layers.{'9' * 5_000}.self_attn.k_scale"
+    path = write(tmp_path / "a.safetensors", **{endless: 1.0})
+    with pytest.raises(SpecError, match="a scale for layer 0"):
+        from_checkpoint(path, [0])
+    path = write(tmp_path / "a.safetensors", **{"layers.0.k_scale": torch.tensor(1 + 2j)})
+    with pytest.raises(SpecError, match="need real scales"):
+        from_checkpoint(path, [0])

@@ -141,6 +141,14 @@ def without(**changes: Any) -> dict[str, Any]:
             },
             "rope_scaling.factor",
         ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                **LATENT,
+                "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": {}},
+            },
+            "rope_scaling.mscale_all_dim",
+        ),
         ({"model_type": "deepseek_v3", **LATENT, "rope_scaling": "yarn"}, "rope_scaling"),
         ({"model_type": "deepseek_v32", **LATENT}, "index_topk"),
         ({"model_type": "deepseek_v3", **LATENT, **INDEX}, "index_topk"),
@@ -329,3 +337,12 @@ def test_any_damage_ends_in_a_model_or_in_reasons(data: st.DataObject) -> None:
     with contextlib.suppress(SpecError):
         model = model_from_values(values)
         plan(Spec.parse({"model": model, "kv": {"page_tokens": 256}}))
+
+
+@pytest.mark.parametrize("value", ["x", "", {}, 0])
+def test_a_switch_is_true_or_false(value: object) -> None:
+    values = copy.deepcopy(ROWS["MiniMax-M3"])
+    assert model_from_values(values)["num_layers"] == 60
+    values["sparse_attention_config"]["use_sparse_attention"] = value
+    with pytest.raises(SpecError, match=r"use_sparse_attention: got .*, need true or false"):
+        model_from_values(values)

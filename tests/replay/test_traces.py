@@ -46,6 +46,12 @@ def test_blank_lines_a_mark_and_carriage_returns(tmp_path: Path) -> None:
     assert len(read_trace(str(path))) == 1
 
 
+def test_digits_of_a_date_are_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n9999999,2,3\n10000101,2,3\n")
+    assert read_trace(str(path)).arrival_ms.tolist() == [0, 102_000]
+
+
 def test_json_lines(tmp_path: Path) -> None:
     trace = read_trace(str(write_jsonl(tmp_path / "m.jsonl", TURNS)))
     assert trace.arrival_ms.tolist() == [0, 3000]
@@ -114,6 +120,10 @@ BAD = {
     "huge time": Bad(_line(timestamp=10**400), "column timestamp: 1000", "milliseconds"),
     "ids are no list": Bad(_line(hash_ids="01"), 'column hash_ids: "01"', "a list"),
     "ids are no numbers": Bad(_line(hash_ids=[0, "1"]), "column hash_ids: [0,", "a list"),
+    "ids in one line": Bad(
+        _line() + '{"timestamp": 1, "input_length": 3, "output_length": 1}\n',
+        "line 2 without hash_ids", "in every line or in none",
+    ),
     "ids of other blocks": Bad(_line(hash_ids=[0]), "hash_ids: 1 ids", "2, one for each 512"),
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def _minimax_m3(config: Fields) -> Geometry:
 
 def _m3_types(config: Fields, layers: int) -> list[str]:
     nested = config.part("sparse_attention_config")
-    if nested.values.get("use_sparse_attention") is False:
+    if not nested.flag("use_sparse_attention", default=True):
         return [FULL] * layers
     listed = _per_layer(nested, "sparse_attention_freq", layers)
     return [BLOCK_SPARSE if on else FULL for on in listed or [0] * layers]
