@@ -1,6 +1,6 @@
 """The truth on the host: which request owns which pages, state slots and rows."""
 
-from kvfactory.books.accept import Accepted, PendingCounts
+from kvfactory.books.accept import Accepted, PendingCounts, counts_of
 from kvfactory.books.allocator import Allocator, Capacity
 from kvfactory.books.books import Books
 from kvfactory.books.ids import pages_of
@@ -25,6 +25,7 @@ __all__ = [
     "StepRecord",
     "TableShape",
     "TableStep",
+    "counts_of",
     "pages_of",
     "window_slots",
 ]

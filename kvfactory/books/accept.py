@@ -42,13 +42,9 @@ def judge(batch: Batch, parents: Int64 | None, accepted: Counts | Paths | None) 
     """
     if accepted is None and parents is None:
         return Verdict(batch.counts, None)
-    paths = _paths(accepted)
-    if accepted is None:
-        counts, nodes = batch.counts, None
-    elif paths is None:
-        counts, nodes = int64(cast("Counts", accepted), "accepted"), None
-    else:
-        counts = int64([len(path) for path in paths])
+    paths, nodes = _paths(accepted), None
+    counts = batch.counts if accepted is None else counts_of(accepted)
+    if paths is not None:
         nodes = int64([node for path in paths for node in path], "accepted")
     check_counts(batch, counts)
     if parents is None and nodes is None:
@@ -57,6 +53,18 @@ def judge(batch: Batch, parents: Int64 | None, accepted: Counts | Paths | None) 
     nodes = firsts if nodes is None else nodes
     _check_paths(batch, counts, nodes, firsts, parents)
     return Verdict(counts, None if np.array_equal(nodes, firsts) else nodes)
+
+
+def counts_of(accepted: Counts | Paths) -> Tokens:
+    """How many tokens of each sequence counts or paths accept, int64 [batch].
+
+    Raises:
+        BooksError: something else.
+    """
+    paths = _paths(accepted)
+    if paths is None:
+        return int64(cast("Counts", accepted), "accepted")
+    return int64([len(path) for path in paths])
 
 
 def check_counts(batch: Batch, counts: Tokens) -> None:
@@ -83,7 +91,10 @@ def check_counts(batch: Batch, counts: Tokens) -> None:
 def _paths(accepted: Counts | Paths | None) -> Paths | None:
     if not isinstance(accepted, list | tuple) or not accepted:
         return None
-    paths = all(isinstance(path, list | tuple | np.ndarray) for path in accepted)
+    paths = all(
+        isinstance(path, list | tuple) or (isinstance(path, np.ndarray) and path.ndim == 1)
+        for path in accepted
+    )
     return cast("Paths", accepted) if paths else None
 
 

@@ -64,19 +64,20 @@ class Requests:
         ]
 
     def resolve(self, sequences: abc.Sequence[Sequence]) -> Rows:
-        """The rows of open sequences, int64 [batch].
+        """The rows of open sequences, int64 [batch]; a handle may come back as a list, from JSON.
 
         Raises:
             BooksError: a stale or foreign handle, or one that is named twice.
         """
-        pairs = int64(_numbers(sequences), "sequences").reshape(-1, 2)
+        named = _listed(sequences)
+        pairs = int64(_numbers(named), "sequences").reshape(-1, 2)
         rows, generations = pairs[:, 0].copy(), pairs[:, 1]
         inside = (rows > 0) & (rows < self.num_rows)
         known = self._generation[np.where(inside, rows, 0)]
         stale = ~inside | (known != generations) | (generations % 2 == 0)
         if stale.any():
-            raise BooksError(*(_stale(sequences, index) for index in stale.nonzero()[0].tolist()))
-        if len(set(sequences)) < len(sequences):
+            raise BooksError(*(_stale(named, index) for index in stale.nonzero()[0].tolist()))
+        if len(set(rows.tolist())) < len(rows):
             raise BooksError(Problem("sequences", "a sequence named twice", "each one once"))
         return rows
 
@@ -90,9 +91,9 @@ class Requests:
             new_tokens = int(new_tokens)
         if not isinstance(new_tokens, int | list):
             new_tokens = int64(new_tokens, "new_tokens").tolist()
-        if self._last and self._last[0] == sequences and self._last[1] == new_tokens:
+        named = _listed(sequences)
+        if self._last and self._last[0] == named and self._last[1] == new_tokens:
             return self._last[2]
-        named = list(sequences)
         counts = new_tokens if isinstance(new_tokens, int) else list(new_tokens)
         batch = batch_of(self.resolve(named), counts, limit)
         self._last = named, counts, batch
@@ -150,7 +151,14 @@ class Requests:
         self.rows.give(rows)
 
 
-def _numbers(sequences: abc.Sequence[Sequence]) -> list[int]:
+def _listed(sequences: abc.Iterable[Sequence]) -> list[Sequence]:
+    """The handles as a list of its own; they have an order, so that sets do not do."""
+    if not isinstance(sequences, abc.Iterable) or isinstance(sequences, abc.Set | abc.Mapping):
+        raise _no_handles(sequences)
+    return list(sequences)
+
+
+def _numbers(sequences: list[Sequence]) -> list[int]:
     """Row and generation of each handle, one after the other."""
     try:
         numbers = list(chain.from_iterable(sequences))
@@ -158,8 +166,12 @@ def _numbers(sequences: abc.Sequence[Sequence]) -> list[int]:
             return numbers
     except TypeError:
         pass
+    raise _no_handles(sequences)
+
+
+def _no_handles(sequences: object) -> BooksError:
     need = "a list of handles, as open() returns them"
-    raise BooksError(Problem("sequences", repr(sequences)[:80], need))
+    return BooksError(Problem("sequences", repr(sequences)[:80], need))
 
 
 def _stale(sequences: abc.Sequence[Sequence], index: int) -> Problem:

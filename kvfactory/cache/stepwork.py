@@ -118,7 +118,7 @@ class StepWork:
             parts.errors.check()
         check_step(step, parts.buffers)
         if isinstance(accepted, Tensor):
-            accepted = DeviceCounts(accepted) if accepted.is_cuda else accepted.numpy()
+            accepted = _counts(accepted)
         self._states.check(step.host, accepted)
         done = parts.books.commit(step.host, accepted)
         if accepted is not None:
@@ -131,3 +131,18 @@ class StepWork:
                 source, target = torch.from_numpy(moves).unbind(1)
                 pool.move(target, source)
         return done
+
+
+def _counts(given: Tensor) -> DeviceCounts | Int64:
+    """Accepted counts of a tensor int [batch], without waiting for those on a GPU.
+
+    Raises:
+        BooksError: another tensor.
+    """
+    wrong = given.is_floating_point() or given.is_complex() or given.dtype == torch.bool
+    plain = given.layout == torch.strided and given.device.type in ("cpu", "cuda")
+    if wrong or not plain or given.dim() != 1:
+        got = f"{given.dtype} {list(given.shape)} on {given.device}"
+        need = "integers [batch], on the host or a GPU"
+        raise BooksError(Problem("accepted", got, need))
+    return DeviceCounts(given) if given.is_cuda else given.numpy()

@@ -71,6 +71,7 @@ def draft_groups(spec: Spec, findings: Findings) -> tuple[Draft, ...]:
     layers = _layers(spec, findings)
     findings.problems += _overlaps(spec, layers)
     findings.problems += _holes(spec, layers)
+    findings.problems += _encoders(spec)
     findings.problems += _unknown_names(spec)
     recipes = _recipe_of_layer(spec, findings)
     findings.check()
@@ -117,8 +118,15 @@ def _overlaps(spec: Spec, layers: Mapping[str, tuple[int, ...]]) -> Iterator[Pro
 
 
 def _holes(spec: Spec, layers: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-    """Aliases point from a layer that keeps nothing to an earlier one that keeps something."""
+    """Aliases point from a layer that keeps nothing to an earlier one that keeps tokens.
+
+    A state is not read but advanced, which two layers cannot both do.
+    """
     kept = {layer for ids in layers.values() for layer in ids}
+    groups = spec.model.groups.items()
+    advanced = {
+        layer: name for name, g in groups if isinstance(g, LinearGroup) for layer in layers[name]
+    }
     seen: dict[int, int] = {}
     for layer, owner in spec.model.aliases:
         path, got = "model.aliases", f"[{layer}, {owner}]"
@@ -132,6 +140,20 @@ def _holes(spec: Spec, layers: Mapping[str, tuple[int, ...]]) -> Iterator[Proble
             yield Problem(path, got, f"an owner with a cache: layer {owner} is in no group")
         elif layer in kept:
             yield Problem(path, got, f"a layer without a cache of its own: {layer} is in a group")
+        elif owner in advanced:
+            need = f"an owner without a state: layer {owner} advances one of group"
+            yield Problem(path, got, f"{need} {advanced[owner]}")
+
+
+def _encoders(spec: Spec) -> Iterator[Problem]:
+    """A sequence has one encoder input, which all cross attention reads."""
+    groups = spec.model.groups.items()
+    lengths = {n: g.encoder_tokens for n, g in groups if isinstance(g, AttentionGroup)}
+    first, *others = [(n, tokens) for n, tokens in lengths.items() if tokens] or [("", 0)]
+    for name, tokens in others:
+        if tokens != first[1]:
+            path, need = f"model.groups.{name}.encoder_tokens", f"{first[1]}, as group {first[0]}"
+            yield Problem(path, str(tokens), need, f"{path}={first[1]}")
 
 
 def _unknown_names(spec: Spec) -> Iterator[Problem]:

@@ -13,7 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfactory.books import Accepted, Books, Committed, PendingCounts, Segment, StepRecord
+from kvfactory.books import (
+    Accepted,
+    Books,
+    Committed,
+    PendingCounts,
+    Segment,
+    StepRecord,
+    counts_of,
+)
 from kvfactory.books import Sequence as SequenceId
 from kvfactory.errors import BooksError, Problem
 from kvfactory.planning.cacheplan import Annex, CachePlan, GroupPlan, Recurrence
@@ -177,12 +185,12 @@ class StateStore:
         """Refuse to reject tokens that recurrent states cannot forget.
 
         Raises:
-            BooksError: fewer than all of more tokens than a step may draft.
+            BooksError: fewer than all of more tokens than a step may draft; or no counts or paths.
         """
         if not self._groups or accepted is None or isinstance(accepted, PendingCounts):
             return
         counts = np.diff(record.q_indptr)
-        taken = [one if isinstance(one, int | np.integer) else len(one) for one in accepted]
+        taken = counts_of(accepted).tolist()
         need = f"all, or a step of at most {self._nodes} tokens"
         fix = f"engine.draft_tokens={max(1, int(counts.max(initial=1)) - 1)}"
         wrong = [

@@ -21,7 +21,8 @@ from kvfactory.verify.workload import Inputs
 
 class Loop:
     """Serves requests through ``cache``; the next step is opened before the last is committed,
-    where two may be in flight.
+    where two may be in flight. Entries of several tokens cannot be written behind drafts that are
+    undecided: where a step may have such, it is committed first.
 
     Each layer of ``effort`` does in a step what an engine would: states advance, K and V and index
     keys are written together, then the layer selects and attends.
@@ -36,7 +37,9 @@ class Loop:
         self._states = StateChecker(plan)
         self._exact = plan.spec.backend.new_tokens == "exact"
         self._open: list[Step] = []
-        self._one_at_a_time = plan.limits.steps_in_flight == 1
+        limits, per_entry = plan.limits, [group.tokens_per_entry for group in plan.groups]
+        drafted = limits.draft_tokens > 0 and max(per_entry) > 1
+        self._one_at_a_time = limits.steps_in_flight == 1 or drafted
         count = len(effort.lengths)
         encoder = [t.lifetime.tokens for t in plan.tables if t.lifetime.name == "encoder"]
         self._sequences = cache.open(count, cross_tokens=encoder[:1] * count)

@@ -44,6 +44,11 @@ def test_any_number_of_steps_in_flight(model: str, steps_in_flight: int) -> None
     assert execute(laid).passed
 
 
+@pytest.mark.parametrize("model", ["pooled", "full"])
+def test_drafts_beside_entries_of_any_number_of_tokens(model: str) -> None:
+    assert execute(plan(spec_of(MODELS[model], engine={"draft_tokens": 3}))).passed
+
+
 @pytest.mark.parametrize("requests", [24, 32])
 def test_many_requests_share_the_pages_of_a_window(requests: int) -> None:
     """There are none for whole chunks of all of them at once."""

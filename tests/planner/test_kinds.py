@@ -18,6 +18,7 @@ LOCAL = {"kind": "swa", "layers": "2-3", "window_tokens": 40, **HEADS}
 CHUNKED = {"kind": "chunked", "layers": "2-3", "chunk_tokens": 64, **HEADS}
 CROSS = {"kind": "cross", "layers": "0-1", "encoder_tokens": 50, "causal": False, **HEADS}
 INDEX = {"kind": "sparse_index", "index_heads": 4, "head_dim": 8, "topk": 16, "selects": "full"}
+STATE = {"kind": "linear", "layers": [2], "recurrence": "none", "conv": [[8, 3]]}
 TOKEN_BYTES = 2 * 2 * 16 * 2  # K and V, two heads of 16, bfloat16
 
 
@@ -209,6 +210,19 @@ BAD_LAYERS = [
     ({"full": FULL}, {"aliases": [[1, 0]]}, "model.aliases", "[1, 0]"),
     ({"full": FULL}, {"aliases": [[0, 1]]}, "model.aliases", "[0, 1]"),
     ({"full": FULL}, {"aliases": [[9, 1]]}, "model.aliases", "[9, 1]"),
+    ({"full": FULL, "state": STATE}, {"aliases": [[5, 2]]}, "model.aliases", "[5, 2]"),
+    (
+        {"full": FULL, "state": STATE},
+        {"draft": {"num_layers": 1, "reads": [[0, 2]]}},
+        "model.aliases",
+        "[8, 2]",
+    ),
+    (
+        {"a": CROSS, "b": CROSS | {"layers": "2-3", "encoder_tokens": 7}},
+        {},
+        "model.groups.b.encoder_tokens",
+        "7",
+    ),
     ({}, {}, "model.groups", "{}"),
 ]
 

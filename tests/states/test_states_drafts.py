@@ -12,7 +12,7 @@ import torch
 from states_support import REPLAYED, RULES, Loop, spec_of
 
 from kvfactory.builder import build
-from kvfactory.errors import PlanError
+from kvfactory.errors import BooksError, PlanError
 from kvfactory.planner import plan
 from kvfactory.spec import Spec
 
@@ -149,3 +149,26 @@ def test_a_draft_head_shares_the_request_table_and_owns_its_states() -> None:
     (child,) = cache.fork(sequence, 1)
     step = cache.extend([child], [1])
     assert cache.state(3, step).tensors["conv0"][step.states[table.name].slots.long()].all()
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        5,
+        [1.5, 1],
+        [None, None],
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor(1),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, dtype=torch.int64, device="meta"),
+    ],
+)
+def test_what_are_no_accepted_counts(accepted: Any) -> None:
+    loop = Loop("gdn", engine={"draft_tokens": DRAFTS})
+    step = loop.cache.extend(loop.open(2), 2)
+    loop.forward(step)
+    with pytest.raises(BooksError, match="accepted: "):
+        loop.cache.commit(step, accepted)
+    loop.cache.commit(step, torch.tensor([1, 2]))
