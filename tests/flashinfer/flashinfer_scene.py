@@ -20,6 +20,7 @@ from kvfactory.books import Books
 from kvfactory.books.shape import books_shape
 from kvfactory.builder import indexer_of
 from kvfactory.cache import Cache
+from kvfactory.cache.gate import Gates
 from kvfactory.cache.graphs import Graph, GraphPlace, graph_shape
 from kvfactory.cache.parts import Parts
 from kvfactory.planner import plan
@@ -104,7 +105,7 @@ class Scene:
             return self.cache.graph(batch, tokens, total)
         self.graphs += 1
         shape = graph_shape(self.plan, batch, tokens, total)
-        place = GraphPlace(self.plan, self.parts.buffers, self.graphs)
+        place = GraphPlace(self.plan, self.parts.buffers, self.graphs, Gates())
         return Graph(place, shape, self.parts.runners.values(), TapeRecorder(self.double))
 
     def begin(self, step: Step) -> None:
