@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import json
 import os
 import sys
@@ -52,6 +53,8 @@ OUTPUTS = ("table", "json")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` defaults to the process's arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it
     try:
         code = _command(arguments)
         if sys.stdout is not None:
@@ -192,10 +195,18 @@ def _hydra(parser: argparse.ArgumentParser, args: argparse.Namespace, request: R
         elif args.info:
             hydra.show_info(args.info, "config", overrides)
         elif args.shell_completion:
-            hydra.shell_completion("config", args.overrides)
+            _complete(hydra, args.overrides)
         else:
             return _sweep(hydra, overrides)
     return OK
+
+
+def _complete(hydra: Hydra, words: list[str]) -> None:
+    try:
+        hydra.shell_completion("config", words)
+    except KeyError as error:  # a variable that the shell sets
+        got, need = f"no variable {error} from the shell", "install=SHELL, uninstall=SHELL"
+        raise SpecError(Problem("--shell-completion", got, need)) from None
 
 
 def _show(hydra: Hydra, overrides: list[str], args: argparse.Namespace) -> int:
@@ -234,6 +245,13 @@ class _JobFailedError(Exception):
     """Tells Hydra's launcher that a job failed; its problems are printed already."""
 
 
+def _as_written(override: str) -> str:
+    """An override of a job as the user wrote it: the sweeper gives a deletion the value null."""
+    if override.startswith("~"):
+        return override.removesuffix("=null")
+    return override.removeprefix("++")
+
+
 def _job(config: DictConfig, done: list[Job]) -> None:
     """One job of a sweep: the others go on whatever happens, ``status.json`` says what did.
 
@@ -249,7 +267,7 @@ def _job(config: DictConfig, done: list[Job]) -> None:
     searchpath = [text for text in runtime.overrides.hydra if text.startswith("hydra.searchpath=")]
     status: dict[str, Any] = {"job": runtime.job.num, "overrides": overrides, "problems": []}
     try:
-        written = [text.removeprefix("++") for text in overrides]
+        written = [_as_written(text) for text in overrides]
         composed = _composed([*written, *searchpath])
         outcome = _act(composed, f"# job {runtime.job.num}: {' '.join(written)}")
         code, status["found"] = outcome.code, dict(outcome.found)

@@ -192,6 +192,12 @@ def hydra_errors(request: Request) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise SpecError(_problem(error, request)) from None
+    except KeyError as error:
+        given = next((o for o in request.overrides if o.key == "hydra.job.env_copy"), None)
+        if given is None:
+            raise
+        got, need = f"{given.value}: no variable {error}", "variables of this process"
+        raise SpecError(Problem(given.key, got, need)) from None
     except RecursionError:
         raise SpecError(Problem("config", "values nested without end", "plain values")) from None
     except FileNotFoundError as error:
@@ -205,7 +211,7 @@ def _problem(error: Exception, request: Request) -> Problem:
     from hydra.errors import MissingConfigException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    said = " ".join(str(error).split())
+    said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MissingMandatoryValue):
         path = str(error.full_key)
         return Problem(path, "nothing", "a value: the key is mandatory", f"{path}=...")

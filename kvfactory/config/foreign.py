@@ -15,6 +15,7 @@ from typing import Any
 from kvfactory.config.names import names_hydra
 
 _MISREAD = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9]+(:[0-9]+)+|(?i:y|n|yes|no|on|off)")
+_NULL = ("", "~", "null", "Null", "NULL")
 _HEADER = re.compile(r"\s*#\s*@.*hydra")
 _SWEPT = "hydra.sweeper.params"
 
@@ -57,9 +58,17 @@ def _unsafe_token(token: Any, is_key: bool) -> str:
         return f"the tag {token.value!r}"
     if isinstance(token, yaml.ScalarToken) and is_key and token.value.startswith("_"):
         return f"the key {token.value!r}"
+    if is_key and (isinstance(token, yaml.ValueToken) or _is_null(token)):
+        return "a key without a name"
     if isinstance(token, yaml.ScalarToken) and token.plain and _MISREAD.fullmatch(token.value):
         return f"{token.value!r} without quotes, which YAML reads as another value,"
     return ""
+
+
+def _is_null(token: Any) -> bool:
+    import yaml
+
+    return isinstance(token, yaml.ScalarToken) and token.plain and token.value in _NULL
 
 
 def _about_hydra(text: str) -> str:

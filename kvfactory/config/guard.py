@@ -56,13 +56,29 @@ def _problems(found: Mapping[str, Any], plain: Mapping[str, Any]) -> Iterator[Pr
         if found.get(key) != plain.get(key):
             need = "what Hydra ships: a config runs no code"
             yield Problem(f"hydra.{key}", "values of another origin", need)
+    yield from _values(found)
     for key in _PLUGINS:
         yield from _code(found.get(key), plain.get(key), f"hydra.{key}")
-    params = found.get("sweeper", {}).get("params")
+    sweeper = found.get("sweeper")
+    params = sweeper.get("params") if isinstance(sweeper, Mapping) else None
     for key, value in params.items() if isinstance(params, Mapping) else ():
         if names_hydra(f"{key}={value}"):
             got = f"values of {key}"
             yield Problem("hydra.sweeper.params", got, "keys of the schema to sweep over")
+
+
+def _values(found: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values that Hydra asserts, rather than refuses."""
+    for key in _PLUGINS:
+        if not isinstance(found.get(key), Mapping):
+            yield Problem(f"hydra.{key}", repr(found.get(key)), f"a choice: hydra/{key}=basic")
+    verbose = found.get("verbose")
+    if not isinstance(verbose, bool | str | list):
+        yield Problem("hydra.verbose", repr(verbose), "true, false, or loggers: a name or a list")
+    sweeper = found.get("sweeper")
+    batch = sweeper.get("max_batch_size") if isinstance(sweeper, Mapping) else None
+    if isinstance(batch, int) and batch < 1:
+        yield Problem("hydra.sweeper.max_batch_size", str(batch), "null, or 1 and more")
 
 
 def _code(found: Any, plain: Any, path: str) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ ACTIONS = ("run", "plan", "list", "explain", "replay")
 _SETTINGS = ("action", "output", "engine", "hydra")
 _CHOICE = re.compile(r"[\w-]+(,[\w-]+)*")
 _OPTIONAL = "experiment"
+_PARAMS = "hydra.sweeper.params"
 _MOST_SHOWN = 16
 
 
@@ -56,6 +57,8 @@ class Override:
         if self.section and self.prefix in ("", "++") and self.value is not None:
             override = f"++{self.key}={self.value}"
             return (f"++{self.key}=null", override) if _is_plugin(self.value) else (override,)
+        if self.key == _OPTIONAL and self.value == "null":  # as it is without the override
+            return ()
         if self.key == "memory" and self.value:
             quoted = ",".join("'null'" if v == "null" else v for v in self.value.split(","))
             return (f"{self.prefix}memory={quoted}",)
@@ -91,12 +94,15 @@ def _one(override: Override, options: Mapping[str, Sequence[str]]) -> Iterator[P
         yield Problem(str(override), "no value", "key=value", _keyed(override.key, known, options))
     elif any(part.startswith("_") for part in override.key.split(".")):
         yield _private(override.key)
-    elif re.search(r"[{,\s]_\w+_\s*:", override.value or ""):
-        yield _private(f"{override.key}={override.value}")
+    elif root == "hydra" and (found := re.search(r"[{,\s](_\w+_)\s*:", override.value or "")):
+        yield _private(f"{override.key}...{found[1]}")
     elif "/" not in group and group not in known:
         close = did_you_mean(group, known)
         fix = str(override).replace(group, close, 1) if close else ""
         yield Problem(override.key, "an unknown key", f"one of {', '.join(known)}", fix)
+    elif override.key.startswith(_PARAMS):
+        got, fix = str(override), "-m kv=fp8_hnd,bf16_hnd"
+        yield Problem(override.key, got, "what is swept over as an override of its own", fix)
     elif not dot and override.key in options and override.prefix.startswith("+"):
         plain = f"{override.key}={override.value}"
         yield Problem(override.key, str(override), "a choice without +: the group has one", plain)
@@ -125,6 +131,9 @@ def _choices(override: Override, known: Sequence[str]) -> Iterator[Problem]:
             need = f"the name of a choice: one of {', '.join(known)}"
             yield Problem(override.key, value or "nothing", need, f"{override.key}={known[0]}")
         return
+    if override.key == _OPTIONAL and "," in value and "null" in value.split(","):
+        need = "names of files: a sweep over none and some is two commands"
+        yield Problem(override.key, value, need)
     for name in value.split(","):
         if name not in known and not (name == "null" and may_be_null):
             close = did_you_mean(name, known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from kvfactory.spec.model import Frozen, LayerSet, Name, Positive
 
@@ -126,8 +126,9 @@ class KV(Frozen):
     recipes: dict[Name, Recipe] = Field(default_factory=dict)
     constants: str | None = None
 
-    @model_validator(mode="after")
-    def _alignment(self) -> KV:
-        if self.align_bytes & (self.align_bytes - 1):
-            raise ValueError("align_bytes as a power of two")
-        return self
+    @field_validator("align_bytes")
+    @classmethod
+    def _alignment(cls, align_bytes: int) -> int:
+        if align_bytes & (align_bytes - 1):
+            raise ValueError("a power of two")
+        return align_bytes

@@ -66,7 +66,7 @@ CASES = [
         "kv.page_tokens=16,32",
         "kv.page_tokens", "16,32", "-m to sweep", "-m kv.page_tokens=16,32",
     ),
-    Bad("kv.align_bytes=24", "kv", "24", "a power of two"),
+    Bad("kv.align_bytes=24", "kv.align_bytes", "24", "a power of two"),
     Bad("memory.budget=64GB", "memory.budget", "'64GB'", "GiB", "memory.budget=64GiB"),
     Bad("memory.budget=1.5g", "memory.budget", "'1.5g'", "GiB", "memory.budget=1.5GiB"),
     Bad("workload.tokens=32k", "workload.tokens", "'32k'", "integer", "workload.tokens=32768"),

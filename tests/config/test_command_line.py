@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvfactory.cli import main
 from kvfactory.errors import (
     BooksError,
     BuildError,
@@ -322,3 +324,46 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m kvfactory action=list | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_that_lacks_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["action=plan", "device=cpu", 'model.name="é"']) == 0
+    terminal.seek(0)
+    assert terminal.read().startswith("\\xe9 on cpu")
+
+
+SETTINGS = {
+    "hydra.sweeper.params={kv.page_tokens: 16}": "hydra.sweeper.params: got ",
+    "+hydra.sweeper.params.a=5": "hydra.sweeper.params.a: got ",
+    "hydra.sweeper.max_batch_size=0": "hydra.sweeper.max_batch_size: got 0, need null, or 1",
+    "hydra.verbose=5": "hydra.verbose: got 5, need true, false",
+    "hydra.job.env_copy=[NOPE]": "hydra.job.env_copy: got [NOPE]: no variable 'NOPE'",
+    "hydra.launcher=5": "hydra.launcher: got 5, need a choice",
+    "hydra.sweeper=5": "hydra.sweeper: got 5, need a choice",
+    "experiment=null,careful_ends": "experiment: got null,careful_ends, need ",
+}
+
+
+@pytest.mark.parametrize("override", SETTINGS)
+def test_settings_of_hydras_that_cannot_be(override: str, cli: Cli) -> None:
+    done = cli("-m", override, "action=plan", "device=cpu")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(SETTINGS[override])
+
+
+def test_completion_is_asked_for_by_a_shell(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    done = cli("--shell-completion", "query=bash")
+    assert done.code == 2
+    assert "--shell-completion: got no variable 'COMP_LINE'" in done.err
+
+
+@pytest.mark.parametrize("override", ["experiment=null", "~kv"])
+@pytest.mark.parametrize("flags", [(), ("-m",)])
+def test_what_is_left_out_is_left_out_in_sweeps_too(
+    override: str, flags: tuple[str, ...], cli: Cli
+) -> None:
+    done = cli(*flags, override, "action=plan", "device=cpu")
+    assert (done.code, done.err) == (0, "")

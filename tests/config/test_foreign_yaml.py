@@ -136,6 +136,8 @@ UNSAFE = {
     "Yes": ("align_bytes: Yes\n", "'Yes' without quotes"),
     "octal": ("page_tokens: 010\n", "'010' without quotes"),
     "minutes": ("page_tokens: 1:30\n", "'1:30' without quotes"),
+    "null key": ("kv: {null: 1}\n", "a key without a name at line 1"),
+    "empty key": ("?\n: 1\n", "a key without a name at line 2"),
     "broken": ("page_tokens: [16\nx: '", "while scanning"),
     "binary": ("a: \x00\n", "special characters"),
 }
