@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from kvfactory.steps.step import Step
 
 ATTENTION_ROWS = ("k", "v")
 INDEX_ROWS = ("index_k", "index_v")
+Bound = TypeVar("Bound")
 New = tuple[Tensor | None, Tensor | None]
 """K and V of the new tokens as they came, or nothing of both."""
 
@@ -176,9 +178,7 @@ class LayerWork:
         Raises:
             BuildError: the memory stores nothing to attend over.
         """
-        if group.name not in self._parts.runners:
-            raise BuildError(_nothing_stored(group, "attend over"))
-        return self._parts.runners[group.name]
+        return _bound(self._parts.runners, group, "attend over")
 
     def selector(self, group: GroupPlan) -> SelectRunner:
         """The backend that selects among the index keys of ``group``.
@@ -186,9 +186,7 @@ class LayerWork:
         Raises:
             BuildError: the memory stores nothing to select from.
         """
-        if group.name not in self._parts.selectors:
-            raise BuildError(_nothing_stored(group, "select from"))
-        return self._parts.selectors[group.name]
+        return _bound(self._parts.selectors, group, "select from")
 
     def pass_gates(self, route: Route) -> None:
         """Wait, in the order of the current stream, for what is still being loaded."""
@@ -203,6 +201,8 @@ def _layers(given: Sequence[int]) -> tuple[int, ...]:
         raise SpecError(Problem("gate(layers)", repr(given), need)) from None
 
 
-def _nothing_stored(group: GroupPlan, use: str) -> Problem:
-    got = "memory that stores nothing"
-    return Problem(f"group {group.name}", got, f"memory with storage to {use}", "memory=auto")
+def _bound(by_group: Mapping[str, Bound], group: GroupPlan, use: str) -> Bound:
+    if group.name not in by_group:
+        got, need = "memory that stores nothing", f"memory with storage to {use}"
+        raise BuildError(Problem(f"group {group.name}", got, need, "memory=auto"))
+    return by_group[group.name]

@@ -80,11 +80,11 @@ class StepWork:
         """Copy shared pages and states that this step writes, clear fresh states, fill arrays."""
         parts = self._parts
         for group, pool in parts.stored():
-            if group.table in record.tables and len(copies := record.tables[group.table].copies):
-                self._gates.order(group.layers)
-                pool.copy_pages(copies)
-        for group, _ in parts.stored():
-            if group.table in record.states and len(record.states[group.table].copies):
+            if group.table in record.tables:
+                if len(copies := record.tables[group.table].copies):
+                    self._gates.order(group.layers)
+                    pool.copy_pages(copies)
+            elif group.table in record.states and len(record.states[group.table].copies):
                 self._gates.order(group.layers)
         self._states.begin(record)
         if self._foreign:

@@ -12,12 +12,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvfactory.config.names import names_hydra
-
 _MISREAD = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9]+(:[0-9]+)+|(?i:y|n|yes|no|on|off)")
 _NULL = ("", "~", "null", "Null", "NULL")
 _HEADER = re.compile(r"\s*#\s*@.*hydra")
 _SWEPT = "hydra.sweeper.params"
+
+
+def names_hydra(text: str) -> bool:
+    """Whether a key, a group, a package or an override is of Hydra's own settings."""
+    return "hydra" in re.split(r"[^\w-]+", text.partition("=")[0])
 
 
 def unsafe_yaml(file: Path, may_name_hydra: bool = True) -> str:

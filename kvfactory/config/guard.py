@@ -13,7 +13,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 
-from kvfactory.config.names import names_hydra
+from kvfactory.config.foreign import names_hydra
 from kvfactory.errors import Problem, SpecError
 
 _FIXED = ("callbacks", "job_logging", "hydra_logging")

@@ -68,10 +68,9 @@ def request_lengths(plan: CachePlan, most: int = 10**6) -> tuple[int, ...]:
     page = max((table.page_tokens for table in plan.tables), default=1)
     pages = max(0, workload.mean_tokens * plan.limits.admitted - longest) // page
     others = min(count - 1, pages)
-    ramp = [
-        min(longest, page * (pages // others) * 2 * (n + 1) // (others + 1)) for n in range(others)
-    ]
-    return (*(max(page, length // page * page) for length in ramp), longest)
+    mean_pages = pages // max(1, others)
+    ramp = (max(1, 2 * mean_pages * (number + 1) // (others + 1)) for number in range(others))
+    return (*(min(longest, page * pages_of_one) for pages_of_one in ramp), longest)
 
 
 def sample(plan: CachePlan, count: int) -> tuple[int, ...]:
